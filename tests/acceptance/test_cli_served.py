@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from pxrs.server.serving import ServerSettings, serving
 from pxrs.testing import forked
 from pxrs.testing.command import Call, Result, run_here
 from pxrs.testing.servers.certificates import certificates
+from pxrs.testing.waiting import eventually
 
 NOBODY = "pxrs://127.0.0.1:1?timeout=0.3"
 
@@ -337,6 +339,20 @@ def test_workers_handle_a_topic_of_a_server(done: Callable[..., str], at: str, t
     ran = forked.run_text("pxrs.cli", ("worker", "shop:handle", *options, "--at", at), cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert sorted(map(int, (tmp_path / "handled").read_text().split())) == list(range(20))
+
+
+def test_a_worker_takes_the_items_of_a_queue_of_a_server_until_it_is_stopped(at: str, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "post.py").write_text("def deliver(tx, item):\n    tx.put('sent', item.value)\n")
+    hub.create_queue("mail").put_many(["a", "b", "c"])
+    sent = hub.create_queue("sent")
+    worker = forked.Forked("pxrs.cli", ("worker", "post:deliver", "--queue", "mail", "--at", at), cwd=tmp_path)
+    try:
+        eventually(lambda: sent.depth().ready == 3)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+    finally:
+        worker.kill()
+    assert hub.queue("mail").depth().ready == hub.queue("mail").depth().in_flight == 0
 
 
 def test_a_worker_whose_token_is_refused_ends(guarded: tuple[str, str], tmp_path: Path) -> None:
