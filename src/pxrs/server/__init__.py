@@ -6,10 +6,12 @@
 | `serving` | starts and stops the server; drains it |
 | `service` | maps the methods of Arrow Flight to the modules below; errors become gRPC statuses |
 | `control` | one control stream: calls, watches, subscriptions |
+| `served` | what the server stands in front of |
 | `calls` | what each call does with the hub |
 | `given` | reads and checks the arguments of calls |
 | `grants` | the leases that clients have named, for commits and renewals |
 | `reads`, `appends` | streams of batches out of the hub and into it |
+| `staging` | rows that tasks of Spark stage from other hosts, and the calls of their drivers |
 | `pools` | threads for what blocks, so that nothing blocks the event loop |
 
 The event loop of one thread owns all streams. What may block (files, registries) runs on bounded pools, and renewals of

@@ -26,9 +26,9 @@ from pxrs.log.contract import Append
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.model import CODECS
 from pxrs.remote import flight, wire
-from pxrs.server.calls import Served
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
+from pxrs.server.served import Served
 from pxrs.server.settings import ServerLimits
 
 MORE_S_MAX: Final = 30.0
@@ -125,24 +125,28 @@ def encode_outcome(outcome: Outcome) -> bytes:
     return flight.result(wire.dumps(found))
 
 
+async def read_first(messages: AsyncIterator[bytes]) -> tuple[flight.FlightData, dict[str, Any]]:
+    """The first message of a stream, and what its descriptor says. Raises InvalidRecord."""
+    first = flight.read_flight_data(await anext(messages, b""))
+    try:
+        return first, wire.loads(first.command or b"")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
+
+
 async def appends(
     served: Served,
     pools: Pools,
     limits: ServerLimits,
     budget: Budget,
+    about: dict[str, Any],
     messages: AsyncIterator[bytes],
     check: Callable[[dict[str, Any]], None],
 ) -> AsyncIterator[bytes]:
-    """The answers to one stream. check: raises an error if the caller may not append to the topic that the arguments
-    name. Raises PxrsError."""
-    messages = aiter(messages)
-    first = flight.read_flight_data(await anext(messages, b""))
-    try:
-        about = wire.loads(first.command or b"")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
-    check(about)
-    _check_schema(first)
+    """The answers to one stream, after its first message. Raises PxrsError.
+
+    about: what the descriptor says. check: raises an error if the caller may not append to the topic that the arguments
+    name; the caller of this function has called it once."""
     given = Given("DoPut", about)
     await run(pools.data, functools.partial(served.topic, given))
     group: list[Append] = []
@@ -179,7 +183,8 @@ def _store(served: Served, given: Given, group: list[Append]) -> list[Outcome]:
     return served.topic(given).append(group)
 
 
-def _check_schema(first: flight.FlightData) -> None:
+def check_schema(first: flight.FlightData) -> None:
+    """Raise InvalidRecord if the first message of a stream does not have the schema of topics."""
     try:
         schema = pa.ipc.read_schema(flight.encapsulated(first.header, b""))
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:

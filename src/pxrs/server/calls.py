@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from pxrs import __version__
-from pxrs.errors import InvalidArgument, TopicDeleted, UnknownTopic
-from pxrs.hub import Hub
-from pxrs.log.contract import TopicLog
+from pxrs.errors import InvalidArgument
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
+from pxrs.server import staging
 from pxrs.server.given import Given
-from pxrs.server.grants import Grants, seconds_left
+from pxrs.server.grants import seconds_left
+from pxrs.server.pools import Pools
+from pxrs.server.served import Result, Served
 
 SCAN_BYTES_MAX: Final = 4 << 20
 """About how many bytes one answer to a scan has; the client asks for the rest."""
 SCAN_PAGE: Final = 1_000
 """How many entries are read from the registry at a time."""
-
-Result = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What the server stands in front of."""
-
-    hub: Hub
-    grants: Grants
-    instance: str
-    """New with each start of the server."""
-
-    def topic(self, given: Given) -> TopicLog:
-        """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
-        name, wanted = given.text("topic"), given.text_or_none("topic_id")
-        try:
-            found = self.hub.topic(name).log
-        except UnknownTopic:
-            if wanted is None:
-                raise
-            raise TopicDeleted(name, wanted, is_made_again=False) from None
-        if wanted is not None and found.id != wanted:
-            raise TopicDeleted(name, wanted, is_made_again=True)
-        return found
 
 
 def _ping(served: Served, given: Given, at: float) -> Result:
@@ -201,11 +177,19 @@ CALLS: Final[dict[str, Function]] = {
     "registry.attach": _attach,
     "registry.renew": _renew,
     "registry.end": _end,
+    **staging.CALLS,
 }
 RENEWALS: Final = frozenset({"registry.renew"})
 """Calls that run on the pool of renewals."""
+LONG: Final = frozenset({"staging.publish"})
+"""Calls that run on the pool of staging, because they may take long."""
 WATCHING: Final = ("topic.subscribe", "topic.unsubscribe", "registry.watch", "registry.unwatch")
 """Calls that belong to a control stream: see `control`."""
+
+
+def pool_of(pools: Pools, name: str) -> ThreadPoolExecutor:
+    """The threads on which this call runs."""
+    return pools.renewals if name in RENEWALS else pools.staging if name in LONG else pools.calls
 
 
 def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float) -> Result:

@@ -25,9 +25,9 @@ from pxrs.errors import InvalidArgument, PxrsError, ServerBusy, WireMismatch
 from pxrs.registry.watch import Watch
 from pxrs.remote import flight, wire
 from pxrs.server import calls
-from pxrs.server.calls import Served
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
+from pxrs.server.served import Served
 from pxrs.server.settings import ServerLimits
 from pxrs.waiting import Subscription
 
@@ -147,8 +147,9 @@ class ControlStream:
                 )
             case "registry.unwatch" | "topic.unsubscribe":
                 return await self._end(Given(name, found))
-        pool = self._pools.renewals if name in calls.RENEWALS else self._pools.calls
-        return await run(pool, functools.partial(calls.call, self._served, name, found, arrived_at))
+        return await run(
+            calls.pool_of(self._pools, name), functools.partial(calls.call, self._served, name, found, arrived_at)
+        )
 
     # Watches and subscriptions.
 

@@ -16,9 +16,9 @@ from pxrs.errors import OffsetOutOfRange, OffsetTrimmed
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
-from pxrs.server.calls import Served
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
+from pxrs.server.served import Served
 from pxrs.server.settings import ServerLimits
 
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])

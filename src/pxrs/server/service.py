@@ -29,13 +29,13 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import SCHEMA
 from pxrs.remote import flight, wire
-from pxrs.server import calls
-from pxrs.server.appends import Budget, appends
-from pxrs.server.calls import Served
+from pxrs.server import calls, staging
+from pxrs.server.appends import Budget, appends, check_schema, read_first
 from pxrs.server.control import ControlStream
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
 from pxrs.server.reads import read
+from pxrs.server.served import Served
 from pxrs.server.settings import ServerLimits
 
 _logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._served, self._pools, self._limits = served, pools, limits
         self._budget = Budget(limits.append_bytes_max)
         self._readers = asyncio.Semaphore(limits.readers_max)
+        self._ranges = asyncio.Semaphore(limits.ranges_max)
         self.streams: set[ControlStream] = set()
         self.is_draining = False
         stream = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
@@ -90,16 +91,29 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(handler_call_details.method)
 
     async def _do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        given = Given("DoGet", _json(flight.read_ticket(request), "the ticket"))
-        async with self._readers:
-            async for message in read(self._served, self._pools, self._limits, given):
+        ticket = _json(flight.read_ticket(request), "the ticket")
+        if staging.is_staged(ticket):
+            async with self._ranges:
+                async for message in staging.read_staged(self._served, self._pools, ticket):
+                    yield message
+            return
+        async with self._readers if "positions" in ticket else self._ranges:
+            async for message in read(self._served, self._pools, self._limits, Given("DoGet", ticket)):
                 yield message
 
     async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         def check(about: dict[str, Any]) -> None:
             """Whether the caller may append."""
 
-        async for answer in appends(self._served, self._pools, self._limits, self._budget, messages, check):
+        messages = aiter(messages)
+        first, about = await read_first(messages)
+        check(about)
+        check_schema(first)
+        if staging.is_stage(about):
+            answers = staging.stage(self._served, self._pools, self._budget, about, messages)
+        else:
+            answers = appends(self._served, self._pools, self._limits, self._budget, about, messages, check)
+        async for answer in answers:
             yield answer
 
     async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -118,7 +132,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         if name in calls.WATCHING:
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
         arguments = _json(body or b"{}", "the body")
-        pool = self._pools.renewals if name in calls.RENEWALS else self._pools.calls
+        pool = calls.pool_of(self._pools, name)
         found = await run(pool, functools.partial(calls.call, self._served, name, arguments, arrived_at))
         yield flight.result(wire.dumps(found))
 

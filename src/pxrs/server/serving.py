@@ -20,11 +20,12 @@ import grpc
 from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.hub import Hub
 from pxrs.remote import wire
-from pxrs.server.calls import Served
 from pxrs.server.grants import Grants
 from pxrs.server.pools import Pools
+from pxrs.server.served import Served
 from pxrs.server.service import Service
 from pxrs.server.settings import ServerLimits
+from pxrs.server.staging import staging_of
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class Server:
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
         self._pools = Pools(settings.limits)
-        served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex)
+        grants = Grants(hub.registry, settings.limits.leases_max)
+        served = Served(hub, grants, uuid.uuid4().hex, staging_of(hub))
         self._service = Service(served, self._pools, settings.limits)
         self._grpc = grpc.aio.server(
             options=[

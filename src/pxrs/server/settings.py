@@ -27,9 +27,14 @@ class ServerLimits:
     read_bytes_max: int = 16 << 20
     """How many bytes one read returns at most, whatever a client asks for; at least one batch."""
     readers_max: int = 64
-    """How many reads are under way at a time. Others wait."""
+    """How many reads of what is there are under way at a time. Others wait."""
+    ranges_max: int = 256
+    """How many reads of ranges are under way at a time. Others wait. A task of Spark takes as long to read its range as
+    it takes to handle the rows; such reads must not keep consumers waiting."""
     threads: int = 16
-    """How many calls of the hub run at a time, for each of the pools but that of renewals."""
+    """How many calls of the hub run at a time, for each of the pools but those of staging and renewals."""
+    staging_threads: int = 4
+    """How many batches of Spark are staged or published at a time."""
     renewal_threads: int = 8
     """How many renewals of leases run at a time."""
     drain_s: float = 10.0

@@ -1,0 +1,41 @@
+"""What a server stands in front of: one open hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pxrs.errors import TopicDeleted, UnknownTopic
+from pxrs.hub import Hub
+from pxrs.log.contract import TopicLog
+from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.server.given import Given
+from pxrs.server.grants import Grants
+
+Result = dict[str, Any]
+"""The result of a call, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the server stands in front of."""
+
+    hub: Hub
+    grants: Grants
+    instance: str
+    """New with each start of the server."""
+    staging: DirectoryStaging | None
+    """Where the rows of Spark's tasks are staged; None if the hub is not in a directory."""
+
+    def topic(self, given: Given) -> TopicLog:
+        """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
+        name, wanted = given.text("topic"), given.text_or_none("topic_id")
+        try:
+            found = self.hub.topic(name).log
+        except UnknownTopic:
+            if wanted is None:
+                raise
+            raise TopicDeleted(name, wanted, is_made_again=False) from None
+        if wanted is not None and found.id != wanted:
+            raise TopicDeleted(name, wanted, is_made_again=True)
+        return found

@@ -1,0 +1,324 @@
+"""Staging for Spark's tasks on other hosts: rows come in by `DoPut`, and are published where they are (K1, K5).
+
+What is staged lies beside the log, in the hub's directory, as that of local tasks does (`DirectoryStaging`), so a query
+may be continued by a driver on either side of the server. A staged file is one stream of `DoPut`: it counts only if the
+stream came to its last message, and it is synced before the client gets its name. A stream that breaks leaves nothing;
+the client sends the file again, under another name.
+
+The names that a client sends become names of folders and files, so all of them are checked. A sweep reads the manifests
+of the hub's own registry: what they name stays, whatever the client says (W4).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final
+
+from pxrs.disk import log_error
+from pxrs.errors import InvalidArgument, InvalidRecord
+from pxrs.hub import Hub
+from pxrs.log.contract import TopicLog
+from pxrs.model import CODECS
+from pxrs.publishing.feed import Feed
+from pxrs.publishing.forgetting import needed_batches
+from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.files import NewFile
+from pxrs.publishing.staging.frames import Piece
+from pxrs.remote import flight, wire
+from pxrs.server.appends import MORE_S_MAX, Budget, read_append
+from pxrs.server.given import Given
+from pxrs.server.pools import Pools, run
+from pxrs.server.reads import SCHEMA_MESSAGE
+from pxrs.server.served import Result, Served
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""The form of names of queries, files and members."""
+_TOPIC_ID: Final = re.compile(r"[0-9a-f]{32}")
+_BATCH_MAX: Final = (1 << 32) - 1
+"""The number of a batch is the epoch of its producer."""
+_RUN_MAX: Final = 60
+"""How many characters the id of a run may have. It becomes a part of a file's name, where one may take up three."""
+_GATHERED_BYTES: Final = 4 << 20
+"""About how many bytes of a staged file are read at a time."""
+
+
+def staging_of(hub: Hub) -> DirectoryStaging | None:
+    """Where rows for this hub are staged; None if it is not in a directory."""
+    return None if hub.log.folder is None else DirectoryStaging(str(hub.log.folder))
+
+
+def is_stage(about: dict[str, Any]) -> bool:
+    """Whether the descriptor of a `DoPut` is one of a staged file."""
+    return "stage" in about
+
+
+def is_staged(ticket: dict[str, Any]) -> bool:
+    """Whether a ticket is one for staged files."""
+    return "staged" in ticket
+
+
+# Names that a client has sent.
+
+
+def _staging(served: Served) -> DirectoryStaging:
+    if served.staging is None:
+        raise InvalidArgument(f"the hub {served.hub.url} is not in a directory, so that nothing can be staged for it")
+    return served.staging
+
+
+def _name(given: Given, argument: str) -> str:
+    return _checked(given, argument, given.text(argument))
+
+
+def _checked(given: Given, argument: str, name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"{given.call}: {argument} may have letters, digits, dots, dashes and underscores, <= 200"
+        )
+    return name
+
+
+def _names(given: Given, argument: str) -> list[str]:
+    return [_checked(given, argument, name) for name in given.texts(argument)]
+
+
+def _topic_id(given: Given) -> str:
+    if not _TOPIC_ID.fullmatch(id := given.text("topic_id")):
+        raise InvalidArgument(f"{given.call}: topic_id is not 32 hexadecimal digits")
+    return id
+
+
+def _batch(given: Given) -> int:
+    if not 0 <= (batch := given.whole("batch")) <= _BATCH_MAX:
+        raise InvalidArgument(f"{given.call}: batch is not between 0 and {_BATCH_MAX}")
+    return batch
+
+
+def _run(given: Given) -> str:
+    if len(name := given.text("run")) > _RUN_MAX:
+        raise InvalidArgument(f"{given.call}: run has more than {_RUN_MAX} characters")
+    return name
+
+
+def _place(given: Given) -> tuple[str, str, int]:
+    """The topic, the query and the batch that a call is about."""
+    return _topic_id(given), _name(given, "query"), _batch(given)
+
+
+# Calls.
+
+
+def _check_writable(served: Served, given: Given, at: float) -> Result:
+    _staging(served).check_writable()
+    return {}
+
+
+def _announce(served: Served, given: Given, at: float) -> Result:
+    try:
+        feed = Feed.load(given.text("feed"))
+        names = feed.incarnation, feed.topic
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(f"{given.call}: feed is not what a batch reads: {error}") from error
+    if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+        raise InvalidArgument(f"{given.call}: feed names no topic id, or no member of a group")
+    _staging(served).announce(_name(given, "query"), _batch(given), _run(given), feed)
+    return {}
+
+
+def _feeds(served: Served, given: Given, at: float) -> Result:
+    found = _staging(served).feeds(_name(given, "query"), _batch(given), _run(given))
+    return {"feeds": [feed.dump() for feed in found]}
+
+
+def _make_durable(served: Served, given: Given, at: float) -> Result:
+    return {"durable": _staging(served).make_durable(*_place(given), _names(given, "files"))}
+
+
+def _publish(served: Served, given: Given, at: float) -> Result:
+    topic, (_, query, batch) = served.topic(given), _place(given)
+    if (ends := given.wholes("ends")) and len(ends) != topic.partitions:
+        raise InvalidArgument(f"{given.call}: {len(ends)} ends, and {topic.name} has {topic.partitions} partitions")
+    try:
+        _staging(served).publish(topic, query, batch, _names(given, "files"), ends)
+    except FileNotFoundError:
+        return {"gone": True}
+    return {"gone": False}
+
+
+def _remove(served: Served, given: Given, at: float) -> Result:
+    _staging(served).remove(*_place(given), _name(given, "file"))
+    return {}
+
+
+def _clear(served: Served, given: Given, at: float) -> Result:
+    _staging(served).clear(*_place(given))
+    return {}
+
+
+def _forget_query(served: Served, given: Given, at: float) -> Result:
+    _staging(served).forget_query(_topic_id(given), _name(given, "query"))
+    return {}
+
+
+def _sweep(served: Served, given: Given, at: float) -> Result:
+    """What this hub's manifests need stays too: the client may have read them long ago, or in another registry. Ages
+    count on this machine's clock, from before the manifests are read."""
+    topic, theirs = _topic_id(given), given.mapping("needed")
+    if not all(batch is None or type(batch) is int for batch in theirs.values()):
+        raise InvalidArgument(f"{given.call}: needed has a batch that is neither an integer nor null")
+    now = time.time()
+    served.hub.check_registry()
+    needed: dict[str, int | None] = dict(needed_batches(served.hub.registry, topic))
+    for query, batch in theirs.items():
+        # Two batches of one query: the staged files of both are needed, so nothing of the query is removed.
+        needed[query] = batch if needed.get(query, batch) == batch else None
+    _staging(served).sweep(topic, needed, now)
+    return {}
+
+
+def _keep_topic(served: Served, given: Given, at: float) -> Result:
+    _staging(served).keep_topic(_topic_id(given))
+    return {}
+
+
+def _topics(served: Served, given: Given, at: float) -> Result:
+    return {"topics": _staging(served).topics()}
+
+
+def _changed_at(served: Served, given: Given, at: float) -> Result:
+    return {"at": _staging(served).changed_at(_topic_id(given))}
+
+
+def _forget_topic(served: Served, given: Given, at: float) -> Result:
+    _staging(served).forget_topic(_topic_id(given))
+    return {}
+
+
+Function = Callable[[Served, Given, float], Result]
+
+
+def _told(function: Function) -> Function:
+    """The function; an error of the operating system becomes one of the log."""
+
+    def call(served: Served, given: Given, at: float) -> Result:
+        try:
+            return function(served, given, at)
+        except OSError as error:
+            raise log_error(error) from error
+
+    return call
+
+
+CALLS: Final[dict[str, Function]] = {
+    "staging.check_writable": _told(_check_writable),
+    "staging.announce": _told(_announce),
+    "staging.feeds": _told(_feeds),
+    "staging.make_durable": _told(_make_durable),
+    "staging.publish": _told(_publish),
+    "staging.remove": _told(_remove),
+    "staging.clear": _told(_clear),
+    "staging.forget_query": _told(_forget_query),
+    "staging.sweep": _told(_sweep),
+    "staging.keep_topic": _told(_keep_topic),
+    "staging.topics": _told(_topics),
+    "staging.changed_at": _told(_changed_at),
+    "staging.forget_topic": _told(_forget_topic),
+}
+
+
+# Streams.
+
+
+async def stage(
+    served: Served,
+    pools: Pools,
+    budget: Budget,
+    about: dict[str, Any],
+    messages: AsyncIterator[bytes],
+) -> AsyncIterator[bytes]:
+    """The answer to one stream, after its first message: the name of the file, once it survives a power loss. The
+    caller has checked that the client may stage for this topic and query. Raises PxrsError.
+
+    about: what the descriptor says"""
+    given = Given("DoPut", {**about, "query": about["stage"]})
+    _, query, batch = _place(given)
+    task = given.whole("task")
+    staging = _staging(served)
+    topic = await run(pools.staging, functools.partial(served.topic, given))
+    file = await run(pools.staging, functools.partial(staging.create, topic.topic, query, batch, task))
+    is_finished = False
+    try:
+        async for message in messages:
+            data = flight.read_flight_data(message)
+            if not len(data.header):
+                found = await run(pools.staging, functools.partial(_finish, file, data))
+                is_finished = True
+                yield flight.result(wire.dumps(found))
+                break
+            taken = await budget.take(len(message), MORE_S_MAX)
+            try:
+                await run(pools.staging, functools.partial(_add, topic, file, data))
+            finally:
+                await budget.give_back(taken)
+    except OSError as error:
+        raise log_error(error) from error
+    finally:
+        if not is_finished:
+            await run(pools.staging, file.discard)
+
+
+def _add(topic: TopicLog, file: NewFile, data: flight.FlightData) -> None:
+    append, _ = read_append(data)
+    if not 0 <= append.partition < topic.partitions:
+        raise InvalidRecord(f"{topic.name} has no partition {append.partition}; it has 0 to {topic.partitions - 1}")
+    file.add(Piece(append.partition, append.payload))
+
+
+def _finish(file: NewFile, data: flight.FlightData) -> Result:
+    """The last message says how many rows there are: a client that has sent fewer has a fault."""
+    try:
+        rows = Given("DoPut", wire.loads(data.app_metadata)).whole("rows")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecord("the last message of a staged file must say how many rows it has") from error
+    staged = file.finish()
+    if staged.rows != rows:
+        file.discard()
+        raise InvalidRecord(f"{staged.rows:,} rows have come of a staged file that has {rows:,}")
+    return {"file": staged.name, "rows": staged.rows}
+
+
+async def read_staged(served: Served, pools: Pools, ticket: dict[str, Any]) -> AsyncIterator[bytes]:
+    """The pieces of staged files, as messages. Raises PxrsError."""
+    given = Given("DoGet", {**ticket, "query": ticket["staged"]})
+    _, query, batch = _place(given)
+    files, staging = _names(given, "files"), _staging(served)
+    topic = await run(pools.staging, functools.partial(served.topic, given))
+    yield SCHEMA_MESSAGE
+    pieces = staging.pieces(topic.topic, query, batch, files)
+    while messages := await run(pools.staging, functools.partial(_some, pieces)):
+        for message in messages:
+            yield message
+
+
+def _some(pieces: Iterator[Piece]) -> list[bytes]:
+    """The messages of the next pieces; none at the end."""
+    messages: list[bytes] = []
+    size = 0
+    try:
+        for partition, payload in pieces:
+            about: dict[str, Any] = {"partition": partition}
+            if payload.codec:
+                about["codec"] = CODECS[payload.codec]
+            header, body = flight.ipc_message(payload.data)
+            messages.append(flight.flight_data(flight.FlightData(header, body, wire.dumps(about))))
+            size += payload.data.size
+            if size > _GATHERED_BYTES:
+                break
+    except FileNotFoundError:
+        messages.append(flight.flight_data(flight.FlightData(app_metadata=wire.dumps({"gone": True}))))
+    except OSError as error:
+        raise log_error(error) from error
+    return messages
