@@ -209,12 +209,13 @@ def _device(path: Path) -> str:
     return f"{os.major(number)}:{os.minor(number)}"
 
 
-def replace_file(path: str, data: bytes, *, is_durable: bool = False) -> None:
+def replace_file(path: str, data: bytes, *, is_durable: bool = False, mode: int = 0o644) -> None:
     """Write a small file under another name and rename it, so that readers see the old content or the new one.
 
-    is_durable: the content is synced first. The caller syncs the folder, which makes the new name durable."""
+    is_durable: the content is synced first. The caller syncs the folder, which makes the new name durable.
+    mode:       the permissions of the file, less those that the umask of the process takes away."""
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         try:
             left = memoryview(data)

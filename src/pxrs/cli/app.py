@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import pxrs
-from pxrs.cli import group, queue, registry, source, topic, upkeep, worker
+from pxrs.cli import group, queue, registry, source, token, topic, upkeep, worker
 from pxrs.cli.demo.command import demo
 from pxrs.cli.pipeline.command import app as pipelines
 from pxrs.cli.serve import serve
@@ -35,6 +35,7 @@ app.add_typer(pipelines, name="pipeline", help="Run the Spark pipelines of a fil
 app.add_typer(
     upkeep.app, name="upkeep", help="Apply retention and remove what is no longer needed, or show which process does."
 )
+app.add_typer(token.app, name="token", help="Make, list and revoke the tokens of `pxrs serve --auth FILE`.")
 app.command("send")(topic.send)
 app.command("tail")(topic.tail)
 app.command("check")(topic.check)

@@ -12,6 +12,7 @@
 | `grants` | the leases that clients have named, for commits and renewals |
 | `reads`, `appends` | streams of batches out of the hub and into it |
 | `staging` | rows that tasks of Spark stage from other hosts, and the calls of their drivers |
+| `auth/` | who may do what: tokens, grants, the decision about each call |
 | `pools` | threads for what blocks, so that nothing blocks the event loop |
 
 The event loop of one thread owns all streams. What may block (files, registries) runs on bounded pools, and renewals of

@@ -1,0 +1,147 @@
+"""Whether a call is permitted, by all that it names (W4). Nothing here does I/O, but `Names` may.
+
+`CALLS` has every call of docs/wire.md, and the methods of Flight that name a topic. A call that is not in it is
+permitted to nobody, so that a new call cannot be forgotten here. docs/serve.md has the same table for people; a test
+compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+from pxrs.errors import InvalidArgument
+from pxrs.remote import wire
+from pxrs.server.auth.keys import Names, may_commit, may_read, may_scan, may_watch
+from pxrs.server.auth.permissions import Grants
+
+Arguments = Mapping[str, Any]
+Decision = Callable[[Grants, Names, str, Arguments], bool]
+
+
+def is_permitted(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    """Whether a caller with these grants may make this call. Raises InvalidArgument if an argument that the decision
+    needs is missing or of another type. Has no effect."""
+    decision = CALLS.get(call)
+    return decision is not None and decision(grants, names, call, arguments)
+
+
+def _anyone(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    return True
+
+
+def _writer(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    return grants.is_writer
+
+
+def _identity(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    return grants.is_writer or not arguments.get("joins", False)
+
+
+def _hub_admin(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    return grants.is_admin
+
+
+def _topic(*actions: str) -> Decision:
+    """Needs one of these actions on the topic of this name, or on the topic of this id if it has this name. An id that
+    is not that of the named topic is refused by the call itself."""
+
+    def decide(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+        name, id = _text(call, arguments, "topic"), arguments.get("topic_id")
+        if any(grants.may("topic", name, action) for action in actions):
+            return True
+        if not isinstance(id, str) or not any(grants.may("topic-id", id, action) for action in actions):
+            return False
+        return names.topic(id) == name
+
+    return decide
+
+
+def _create_topic(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    settings = arguments.get("settings")
+    if not isinstance(settings, Mapping):
+        raise InvalidArgument(f"{call}: settings is not an object")
+    return grants.may("topic", _text(call, settings, "name"), "admin")
+
+
+def _get(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    return may_read(grants, names, _text(call, arguments, "key"))
+
+
+def _scan(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    return may_scan(grants, names, _text(call, arguments, "prefix"))
+
+
+def _watch(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    return all(may_watch(grants, names, each) for each in _texts(call, arguments, "prefixes"))
+
+
+def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    put = {**_mapping(call, arguments, "put"), **_mapping(call, arguments, "ephemeral")}
+
+    def value_of(key: str) -> bytes:
+        try:
+            return wire.bytes_of(put[key])
+        except ValueError as error:
+            raise InvalidArgument(f"{call}: a value is not base64 text") from error
+
+    expect, delete = _mapping(call, arguments, "expect"), _texts(call, arguments, "delete")
+    return may_commit(grants, names, expect, put.keys(), delete, value_of)
+
+
+def _text(call: str, arguments: Arguments, name: str) -> str:
+    value = arguments.get(name)
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{call}: {name} is not text")
+    return value
+
+
+def _texts(call: str, arguments: Arguments, name: str) -> Collection[str]:
+    found = arguments.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise InvalidArgument(f"{call}: {name} is not a list of texts")
+    return found
+
+
+def _mapping(call: str, arguments: Arguments, name: str) -> Mapping[str, Any]:
+    found = arguments.get(name, {})
+    if not isinstance(found, Mapping):
+        raise InvalidArgument(f"{call}: {name} is not an object")
+    return found
+
+
+CALLS: Final[Mapping[str, Decision]] = {
+    "server.ping": _anyone,
+    "hub.identity": _identity,
+    "log.topics": _anyone,  # the answer has the topics that the caller may describe
+    "log.damaged_topics": _anyone,
+    "log.topic": _topic("describe", "read"),
+    "log.create_topic": _create_topic,
+    "log.delete_topic": _topic("admin"),
+    "topic.bounds": _topic("describe", "read"),
+    "topic.offset_at": _topic("describe", "read"),
+    "topic.end_before": _topic("describe", "read"),
+    "topic.plan_retention": _topic("admin"),
+    "topic.trim": _hub_admin,
+    "topic.check_writable": _topic("write"),
+    "topic.retention_problem": _topic("describe"),
+    "topic.subscribe": _topic("describe", "read"),
+    "topic.unsubscribe": _anyone,
+    "registry.get": _get,
+    "registry.scan": _scan,
+    "registry.commit": _commit,
+    "registry.lease": _writer,
+    "registry.attach": _writer,
+    "registry.renew": _writer,
+    "registry.end": _writer,
+    "registry.watch": _watch,
+    "registry.unwatch": _anyone,
+    "DoGet": _topic("read"),
+    "DoPut": _topic("write"),
+    "DoExchange": _anyone,  # each call in the stream is decided by itself
+    "ListFlights": _anyone,
+    "ListActions": _anyone,
+    "GetFlightInfo": _topic("describe", "read"),
+    "GetSchema": _anyone,
+}
+"""What each call needs."""

@@ -1,0 +1,187 @@
+"""The gate of a server: who calls, and whether the call is permitted.
+
+The server calls `identify` once for each call of gRPC, `check` before each call has any effect (W4), and `refresh`
+about once a second. After each `refresh` it ends the streams whose caller is not valid any more (W5): the token was
+revoked, has expired, or permits something else now, so that the client connects again and gets what is permitted now.
+
+Threads share a gate. `identify` and `is_valid` never block. `refresh` reads a file. `check`, `scan` and `shown` may ask
+the log and the registry for the name that belongs to an id, if the call names keys of the registry, or a topic by a
+capability: call them on the thread that makes the call.
+
+A refusal tells nothing about what exists: it has the same text whatever the call names. A tokens file that cannot be
+read any more changes nothing: the tokens that were known last stay valid, and the failure is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pxrs.errors import Conflict, InvalidArgument, NotPermitted, PxrsError, Unauthenticated, UnknownTopic
+from pxrs.registry.values import Entry
+from pxrs.remote import wire
+from pxrs.server.auth import tokens
+from pxrs.server.auth.decisions import is_permitted
+from pxrs.server.auth.keys import Names, Scan, may_read, scan_visible
+from pxrs.server.auth.permissions import Grant, Grants
+from pxrs.server.auth.tokens import Token, Tokens
+
+_logger = logging.getLogger(__name__)
+
+COMMON_NAME: Final = "x509_common_name"
+ALTERNATIVE_NAME: Final = "x509_subject_alternative_name"
+"""How gRPC names the identities of a client certificate in `auth_context`."""
+TOKEN_CHARACTERS_MAX: Final = 4_096
+_EVERYTHING: Final = Grants((Grant("hub", "", "admin"),))
+
+Identities = Mapping[str, Sequence[bytes]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call. It has no secret, so that it may be logged."""
+
+    grants: Grants
+    token: Token | None = None
+    """The entry of the tokens file; None on a server without one."""
+
+    def __str__(self) -> str:
+        return "anyone" if self.token is None else f"{self.token.name} ({self.token.id})"
+
+
+ANYONE: Final = Caller(_EVERYTHING)
+"""Every caller of a server without a tokens file. Keys that only the server writes are kept from it too."""
+
+
+class Gate:
+    """Decides by a tokens file. Without one, everything is permitted to everybody."""
+
+    def __init__(self, path: str | None, names: Names, wall_time: Callable[[], float] = time.time) -> None:
+        """path: the tokens file. Raises InvalidArgument if it cannot be read."""
+        self._path, self._names, self._wall_time = path, names, wall_time
+        self._lock = threading.Lock()
+        """Held while the file is read, so that an older content never follows a newer one."""
+        self._read: tokens.Identity | None = None
+        """The identity of the file whose content is `_tokens`."""
+        self._tokens = Tokens.of(())
+        self._problem: str | None = None
+        if path is not None:
+            self._read, self._tokens = tokens.read(path)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everything is permitted to everybody."""
+        return self._path is None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the tokens file cannot be read now; None if it can be, or if there is none."""
+        return self._problem
+
+    def refresh(self) -> bool:
+        """Read the tokens file again if it has changed; whether it has. Blocks as long as the file system does."""
+        if self._path is None:
+            return False
+        with self._lock:
+            try:
+                if tokens.identity_of(os.stat(self._path)) == self._read:
+                    problem, is_changed = None, False
+                else:
+                    self._read, self._tokens = tokens.read(self._path)
+                    problem, is_changed = None, True
+            except (InvalidArgument, OSError) as error:
+                # Never fail open, and do not lock out everybody because of a typing mistake.
+                problem, is_changed = str(error), False
+            if problem is not None and problem != self._problem:
+                _logger.error("the tokens that were known last stay valid: %s", problem)
+            elif problem is None and self._problem is not None:
+                _logger.info("the tokens file %s can be read again", self._path)
+            self._problem = problem
+        return is_changed
+
+    def identify(self, metadata: Mapping[str, str | bytes], identities: Identities | None = None) -> Caller:
+        """Who calls. A token in the metadata takes precedence over the client certificate. Raises Unauthenticated.
+
+        metadata:   of the call, with names in lower case.
+        identities: those of a client certificate that the server has verified, as gRPC's `auth_context` has them."""
+        if self._path is None:
+            return ANYONE
+        known = self._tokens
+        sent = metadata.get(wire.TOKEN_METADATA)
+        if sent is None:
+            found = _by_certificate(known, identities or {})
+        else:
+            scheme, _, token = (sent if isinstance(sent, str) else sent.decode(errors="replace")).strip().partition(" ")
+            is_bearer = scheme.lower() == "bearer" and len(token) <= TOKEN_CHARACTERS_MAX
+            found = known.find(token.strip()) if is_bearer else None
+        if found is None or found.is_expired(self._wall_time()):
+            raise _unauthenticated()
+        return Caller(found.grants, found)
+
+    def is_valid(self, caller: Caller) -> bool:
+        """Whether the caller's token is still accepted, with the same permissions."""
+        if caller.token is None:
+            return self._path is None
+        return self._tokens.by_id.get(caller.token.id) == caller.token and not caller.token.is_expired(
+            self._wall_time()
+        )
+
+    def check(self, caller: Caller, call: str, arguments: Mapping[str, Any]) -> None:
+        """Raises NotPermitted; Unauthenticated if the token is not valid any more; InvalidArgument if what the decision
+        needs is not there."""
+        if not self.is_valid(caller):
+            raise _unauthenticated()
+        if not is_permitted(caller.grants, self._names, call, arguments):
+            raise NotPermitted(
+                f"the token does not permit {call[:100]!r} with these arguments; nothing was done. Ask the operator of "
+                "the server for a grant: docs/serve.md lists what each call needs"
+            )
+
+    def topics(self, caller: Caller, topics: Iterable[T], name: Callable[[T], str]) -> list[T]:
+        """Those of the topics that the caller may see. name: the name of one."""
+        return [topic for topic in topics if caller.grants.may("topic", name(topic), "describe")]
+
+    def scan(
+        self, caller: Caller, scan: Scan, prefix: str, after: str | None = None, limit: int | None = None
+    ) -> list[Entry]:
+        """The entries of a scan that `check` has permitted, without those that the caller may not read. Fewer than
+        `limit` means that there are no more."""
+        return scan_visible(caller.grants, self._names, scan, prefix, after, limit)
+
+    def shown(self, caller: Caller, error: PxrsError) -> PxrsError:
+        """The error as the caller may see it: without keys that it may not read and topics that it may not see."""
+        if type(error) is Conflict:
+            return visible_conflict(error, caller.grants, self._names)
+        if type(error) is UnknownTopic:
+            return UnknownTopic(
+                error.topic, [name for name in error.choices if caller.grants.may("topic", name, "describe")]
+            )
+        return error
+
+
+def visible_conflict(conflict: Conflict, grants: Grants, names: Names) -> Conflict:
+    """The conflict with the keys that the caller may read."""
+    return Conflict([key for key in conflict.keys if may_read(grants, names, key)])
+
+
+def _by_certificate(known: Tokens, identities: Identities) -> Token | None:
+    for kind, field in (("SAN", ALTERNATIVE_NAME), ("CN", COMMON_NAME)):
+        for each in identities.get(field, ()):
+            found = known.by_certificate.get(f"{kind}={each.decode(errors='replace')}")
+            if found is not None:
+                return found
+    return None
+
+
+def _unauthenticated() -> Unauthenticated:
+    """The same error whether a token is missing, wrong, revoked or expired."""
+    return Unauthenticated(
+        "the server did not accept the token or certificate of this client, or got none; nothing was done. Give a "
+        "valid token, which `pxrs token create` makes where the server's tokens file is"
+    )
