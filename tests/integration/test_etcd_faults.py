@@ -35,7 +35,7 @@ from pxrs.testing.registry_contract import quieten
 from pxrs.testing.servers import EtcdCluster, EtcdServer, certificates
 from pxrs.testing.waiting import eventually
 
-# For the requests that no registry makes. Not imported here: pxrs must be the first to import gRPC (`etcd.fork`).
+# For the requests that no registry makes. Not imported here: pxrs must be the first to import gRPC (`pxrs.grpc_fork`).
 grpc, rpc = importlib.import_module("grpc"), importlib.import_module("pyetcd.etcdrpc")
 
 TIMEOUT_S = 0.6

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("pyetcd")
 
+from pxrs import grpc_fork  # noqa: F401 - first: it imports gRPC in its own way
 from pxrs.errors import AccessDenied, Closed, RegistryUnavailable
-from pxrs.registry.etcd import fork  # noqa: F401 - first: it imports gRPC in its own way
 from pxrs.registry.etcd import stream as module
 from pxrs.registry.etcd.faults import Fault, Proof
 from pxrs.registry.etcd.stream import Stream

@@ -5,15 +5,15 @@ key's version is its modification revision, which etcd counts for the whole stor
 
 Where to start reading: `registry.py` (the class `EtcdRegistry`: reads, commits), `lease.py`, `stream.py` (watches).
 `link.py` sends calls to the cluster, over a `connection.py` to one member at a time; `faults.py` says what an error
-proves about a call; `fork.py` is about processes that fork; `narrowing.py` keeps scans with a limit cheap.
+proves about a call; `narrowing.py` keeps scans with a limit cheap. `pxrs.grpc_fork` is about processes that fork.
 """
 
 from __future__ import annotations
 
+from pxrs import grpc_fork  # first: it imports gRPC in its own way
 from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
-from pxrs.registry.etcd import fork  # first: it imports gRPC in its own way
 from pxrs.registry.etcd.connection import Certificates
 from pxrs.registry.etcd.link import Login
 from pxrs.registry.etcd.registry import EtcdRegistry
@@ -32,7 +32,7 @@ def open(address: Address) -> Registry:
 
     Raises RegistryUnavailable if no member answers in time, AccessDenied if the credentials are refused.
     """
-    fork.check()
+    grpc_fork.check(address.text)
     address.refuse_unknown_options(("timeout", "tls", "ca", "cert", "key", "password_file"))
     if address.path:
         raise InvalidUrl(f"{address.text}: etcd takes no path; write ?namespace={address.path} for a namespace")

@@ -5,8 +5,9 @@ of a process that talks to etcd then crash now and then, whether they use gRPC o
 registries: 2 of 40 children that did nothing, 11 of 40 that opened a registry of their own).
 
 So gRPC's handling of forks is switched off, unless the user has set the switch: a child that does not use gRPC is safe,
-and one that opens an etcd registry, which would hang, gets UsedAfterFork at once (R11). The switch is an environment
-variable that gRPC reads when it is first imported; it is set only during that import.
+and one that opens a registry on etcd or a hub of `pxrs serve`, which would hang, gets UsedAfterFork at once (R11). The
+switch is an environment variable that gRPC reads when it is first imported; it is set only during that import. So
+every module of pxrs that uses gRPC imports this one first.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ def import_grpc() -> None:
         del os.environ[VARIABLE]
 
 
-def check() -> None:
-    """Raise UsedAfterFork in a child of the process that began to use gRPC."""
+def check(what: str) -> None:
+    """Raise UsedAfterFork in a child of the process that began to use gRPC. what: what is to be opened."""
     global _started_in
     if _started_in is None:
         _started_in = os.getpid()
     if _started_in != os.getpid() and os.environ.get(VARIABLE, "").lower() not in ("1", "true", "yes"):
         raise UsedAfterFork(
-            "an etcd registry was opened before this process was forked, and gRPC cannot go on from there: start "
-            "processes by 'spawn' or 'forkserver', or fork before the first registry is opened"
+            f"{what}: this process was forked from one that uses gRPC, which cannot go on from there: start processes "
+            "by 'spawn' or 'forkserver', or fork before the first registry on etcd or hub of `pxrs serve` is opened"
         )
 
 

@@ -1,0 +1,201 @@
+"""Appends: batches go out on a stream of `DoPut`, and each is answered when it is durable (W1).
+
+A stream is used by one thread at a time, for one append, and is kept for the next one. All batches of an append are
+sent, then all answers are read. Nothing is ever resent here. What a failure proves:
+
+| when the stream fails | what is known of the batches |
+|---|---|
+| before gRPC has taken one of them | none was sent: another stream is tried, while there is time |
+| the server has ended it with an error of pxrs | none is stored: the server decides before it stores an append |
+| otherwise | nothing: each of them may be stored |
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import grpc
+
+from pxrs.errors import PxrsError
+from pxrs.log.batch import ANONYMOUS, SCHEMA
+from pxrs.log.contract import Append
+from pxrs.model import CODECS
+from pxrs.remote import flight, wire
+from pxrs.remote.client.channel import Channel
+from pxrs.remote.client.faults import Unanswered, error_in, text_of
+from pxrs.waiting import BackgroundThread
+
+IDLE_MAX: Final = 8
+"""How many idle streams are kept. Each has a thread of gRPC's, which sends."""
+LOOK_S: Final = 0.5
+"""How often the streams whose time is over are ended."""
+_SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
+
+
+def encoded(append: Append, *, has_more: bool) -> bytes:
+    """One batch as a message. Its bytes are those that the log will store."""
+    about: dict[str, Any] = {"partition": append.partition}
+    if append.origin != ANONYMOUS:
+        about["producer"] = append.origin.producer.hex
+        about["epoch"], about["sequence"] = append.origin.epoch, append.origin.sequence
+    if append.since is not None:
+        about["since"] = append.since
+    if append.payload.codec:
+        about["codec"] = CODECS[append.payload.codec]
+    if has_more:
+        about["more"] = True
+    header, body = flight.ipc_message(append.payload.data)
+    return flight.flight_data(flight.FlightData(header, body, wire.dumps(about)))
+
+
+class PutStream:
+    """One stream. Used by one thread at a time."""
+
+    def __init__(self, channel: Channel, topic: str, topic_id: str) -> None:
+        """Raises Unanswered if the channel was closed."""
+        self.channel, self.topic_id = channel, topic_id
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._taken = 0
+        """How many batches gRPC's thread has taken: those may have been sent."""
+        self._command = wire.dumps({"topic": topic, "topic_id": topic_id})
+        try:
+            self.call: Any = channel.put(self._messages(), metadata=channel.metadata)
+        except ValueError as error:  # the channel is closed
+            raise Unanswered(f"{channel.target}: {error}", was_sent=False) from None
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.call.is_active())
+
+    def append(self, batches: Sequence[bytes]) -> list[dict[str, Any]]:
+        """Send the batches, and return the answer to each. Raises the error of pxrs with which the server has ended the
+        stream, and Unanswered. After an error the stream must not be used again."""
+        before = self._taken
+        for batch in batches:
+            self._outbox.put(batch)
+        try:
+            return [wire.loads(flight.read_result(next(self.call))) for _ in batches]
+        except grpc.RpcError as failure:
+            error = error_in(failure)
+            if error is not None:
+                raise error from None
+            text = f"{self.channel.target}: {text_of(failure)}"
+        except StopIteration:
+            text = f"{self.channel.target}: the server has ended the stream"
+        except (ValueError, flight.MalformedMessage) as error:
+            text = f"{self.channel.target}: an answer cannot be read: {error}"
+        # The call has ended, or is cancelled by `end`: what gRPC takes from now on is not sent.
+        raise Unanswered(text, was_sent=self._taken > before)
+
+    def end(self) -> None:
+        """Idempotent."""
+        self.call.cancel()
+        self._outbox.put(None)
+
+    def _messages(self) -> Iterator[bytes]:
+        """Called by gRPC, on a thread of its own."""
+        yield flight.flight_data(flight.FlightData(_SCHEMA_HEADER, command=self._command))
+        while (batch := self._outbox.get()) is not None:
+            self._taken += 1
+            yield batch
+
+
+class PutStreams:
+    """The streams of one connection. Threads share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: deque[PutStream] = deque()
+        """The one that was used last comes last."""
+        self._limits: dict[PutStream, float] = {}
+        """The streams that are in use, and when each is ended."""
+        self._wake = threading.Event()
+        self._watchdog = BackgroundThread("pxrs-remote-limit", self._end_overdue, self._wake.set)
+        self._is_closed = False
+
+    def append(
+        self, channel: Channel, topic: str, topic_id: str, batches: Sequence[bytes], timeout_s: float
+    ) -> list[dict[str, Any]]:
+        """Send one append. See `PutStream.append`."""
+        with self._taken(channel, topic, topic_id, timeout_s) as stream:
+            return stream.append(batches)
+
+    def end_idle(self) -> None:
+        """End the streams that nobody uses now: the server waits for them before it ends."""
+        with self._lock:
+            idle = list(self._idle)
+            self._idle.clear()
+        for stream in idle:
+            stream.end()
+
+    def close(self) -> None:
+        """End all streams. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            used = list(self._limits)
+        self.end_idle()
+        for stream in used:
+            stream.end()
+        self._watchdog.close()
+
+    @contextmanager
+    def _taken(self, channel: Channel, topic: str, topic_id: str, timeout_s: float) -> Iterator[PutStream]:
+        stream = self._idle_one(channel, topic_id) or PutStream(channel, topic, topic_id)
+        is_good = False
+        try:
+            self._watchdog.need()
+            try:
+                with self._lock:
+                    if self._is_closed:
+                        raise Unanswered(f"{channel.target}: the connection was closed", was_sent=False)
+                    self._limits[stream] = time.monotonic() + timeout_s
+                yield stream
+                is_good = True
+            finally:
+                with self._lock:
+                    self._limits.pop(stream, None)
+                self._watchdog.release()
+        finally:
+            self._give_back(stream, is_good=is_good)
+
+    def _idle_one(self, channel: Channel, topic_id: str) -> PutStream | None:
+        found, dead = None, []
+        with self._lock:
+            for stream in list(self._idle):
+                if not stream.is_active or stream.channel is not channel:
+                    self._idle.remove(stream)
+                    dead.append(stream)
+                elif stream.topic_id == topic_id and found is None:
+                    self._idle.remove(stream)
+                    found = stream
+        for stream in dead:
+            stream.end()
+        return found
+
+    def _give_back(self, stream: PutStream, *, is_good: bool) -> None:
+        ended: PutStream | None = stream
+        with self._lock:
+            if is_good and not self._is_closed:
+                self._idle.append(stream)
+                ended = self._idle.popleft() if len(self._idle) > IDLE_MAX else None
+        if ended is not None:
+            ended.end()
+
+    def _end_overdue(self) -> None:
+        self._wake.wait(LOOK_S)
+        now = time.monotonic()
+        with self._lock:
+            overdue = [stream for stream, until in self._limits.items() if until <= now]
+        for stream in overdue:
+            stream.end()
+
+
+def is_certain(error: PxrsError | Unanswered) -> bool:
+    """Whether an append that has failed with this has certainly stored nothing."""
+    return not isinstance(error, Unanswered) or not error.was_sent

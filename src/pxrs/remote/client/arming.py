@@ -1,0 +1,163 @@
+"""Watches and subscriptions of this process that the server holds, and that each new stream must get anew (R2).
+
+The server forgets them with the stream. So when a stream begins, every one is asked for again, and is woken once the
+server has confirmed it: what has changed between is seen by whoever looks after that wake, and what changes later
+causes an event.
+
+| state of one | becomes | when |
+|---|---|---|
+| asked | armed | the server confirms it; `wait` returns, or, if it was armed before, it is woken |
+| asked | failed | the server refuses it, and it was never armed: `wait` raises |
+| asked | waiting | the server refuses it, and it was armed before: it is woken, and asked for again after a pause |
+| any | asked | a new stream begins |
+| any | gone | `remove`: the server is told to forget it |
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pxrs.remote.client.control import Answer, ControlStream
+from pxrs.remote.client.faults import Unanswered
+from pxrs.waiting import Callback, call_all
+
+_logger = logging.getLogger(__name__)
+
+AGAIN_S: Final = 1.0
+"""After how long one that the server has refused is asked for again."""
+
+
+class Armed:
+    """One watch or subscription. Its fields are guarded by the lock of `Arms`."""
+
+    def __init__(self, number: int, call: str, undo: str, arguments: Mapping[str, Any], wake: Callback) -> None:
+        self.number, self.call, self.undo, self.wake = number, call, undo, wake
+        self.arguments = {**arguments, "number": number}
+        self.stream: ControlStream | None = None
+        """The stream on which it was last asked for."""
+        self.was_armed = False
+        self.is_woken = False
+        """Whether it was woken after the last refusal, so that a lasting refusal does not wake again and again."""
+        self.failure: Exception | None = None
+        self.done = threading.Event()
+        """Set when it was first armed, or has failed."""
+
+
+class Arms:
+    """All that are armed over one connection. Threads share it. It holds no reference to the connection."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._all: dict[int, Armed] = {}
+        self._stream: ControlStream | None = None
+        self._timer: threading.Timer | None = None
+
+    def add(self, call: str, undo: str, arguments: Mapping[str, Any], wake: Callback) -> Armed:
+        """Ask for it, now or when there is a stream; then call `wait`."""
+        with self._lock:
+            armed = Armed(next(self._numbers), call, undo, arguments, wake)
+            self._all[armed.number] = armed
+            stream = self._stream
+        if stream is not None:
+            self._ask(armed, stream)
+        return armed
+
+    def wait(self, armed: Armed, until: float) -> None:
+        """Return when every later change will wake it. Raises what the server answers, or Unanswered."""
+        if not armed.done.wait(max(0.0, until - time.monotonic())):
+            raise Unanswered(f"the server has not confirmed {armed.call} in time", was_sent=True)
+        if armed.failure is not None:
+            raise armed.failure
+        if not armed.was_armed:
+            raise Unanswered(f"{armed.call} was given up before the server had confirmed it", was_sent=True)
+
+    def remove(self, armed: Armed) -> bool:
+        """Forget it, here and on the server. Whether it was there."""
+        with self._lock:
+            is_there = self._all.pop(armed.number, None) is not None
+            stream = armed.stream
+        if is_there:
+            if stream is not None:
+                self._undo(armed, stream)
+            armed.done.set()  # whoever waits for it must not wait any longer
+        return is_there
+
+    def take_stream(self, stream: ControlStream) -> None:
+        """A stream has begun: ask for all of them on it."""
+        with self._lock:
+            self._stream = stream
+            everything = list(self._all.values())
+        for armed in everything:
+            self._ask(armed, stream)
+
+    def take_event(self, number: int) -> None:
+        """The server says that something may be new."""
+        with self._lock:
+            armed = self._all.get(number)
+        if armed is not None:
+            call_all((armed.wake,))
+
+    def close(self) -> None:
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _ask(self, armed: Armed, stream: ControlStream, *, is_again: bool = False) -> None:
+        with self._lock:
+            if armed.number not in self._all or (armed.stream is stream and not is_again):
+                return
+            armed.stream = stream
+        try:
+            stream.send(armed.call, armed.arguments, lambda answer: self._take_answer(armed, stream, answer))
+        except Unanswered:
+            return  # the stream has ended: `take_stream` is called with the next one
+
+    def _take_answer(self, armed: Armed, stream: ControlStream, answer: Answer) -> None:
+        if isinstance(answer, Unanswered):
+            return  # as above
+        is_woken = False
+        with self._lock:
+            is_there = armed.number in self._all
+            if not isinstance(answer, Exception):
+                is_woken, armed.was_armed, armed.is_woken = armed.was_armed, True, False
+            elif armed.was_armed:
+                is_woken, armed.is_woken = not armed.is_woken, True
+                self._ask_later(armed)
+            else:
+                armed.failure = answer
+        if not is_there:
+            self._undo(armed, stream)  # it was removed while it was asked for
+            return
+        armed.done.set()
+        if is_woken:
+            call_all((armed.wake,))
+
+    def _undo(self, armed: Armed, stream: ControlStream) -> None:
+        try:
+            stream.send(armed.undo, {"number": armed.number})
+        except Unanswered:
+            return  # the stream has ended, and the server has forgotten it with the stream
+
+    def _ask_later(self, armed: Armed) -> None:
+        """Under the lock."""
+        _logger.info("the server has refused %s, which is asked for again in %g s", armed.call, AGAIN_S)
+        if self._timer is None:
+            self._timer = threading.Timer(AGAIN_S, self._ask_again)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _ask_again(self) -> None:
+        with self._lock:
+            self._timer = None
+            stream = self._stream
+            refused = [armed for armed in self._all.values() if armed.is_woken]
+        if stream is not None:
+            for armed in refused:
+                self._ask(armed, stream, is_again=True)

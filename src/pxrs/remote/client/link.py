@@ -1,0 +1,192 @@
+"""Keeps one control stream to one of the servers, while anybody needs it.
+
+One thread connects, reads the stream until it ends, and connects again: to the same server first, then to the next one
+of the address, with growing, random pauses after all of them were tried. It connects only while somebody needs it: a
+caller that waits for a stream, or an armed watch or subscription (`arming`).
+
+| state of the link | becomes | when |
+|---|---|---|
+| idle | connecting | `need`, or `take` waits |
+| connecting | connected | a server has answered the hello: those who wait in `take` go on, `on_stream` arms all again |
+| connecting | connecting | no server answers: after a pause |
+| connecting | refused | a server answers that it will not serve this client: `take` raises this at once; after a pause, as above |
+| connected | connecting, idle | the stream has ended, or the server has said goodbye |
+| any | closed | `close` |
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from pxrs.errors import Closed, InvalidUrl, PxrsError
+from pxrs.remote.client.channel import Channel
+from pxrs.remote.client.control import ControlStream
+from pxrs.remote.client.faults import AWAY, Refused, Unanswered
+from pxrs.remote.client.settings import Settings
+from pxrs.waiting import start_thread
+
+_logger = logging.getLogger(__name__)
+
+CONNECT_S_MAX: Final = 5.0
+"""After this, a server that neither accepts nor refuses is passed over."""
+PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 1.0
+CLOSE_S_MAX: Final = 1.0
+
+
+class Link:
+    """Threads share it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        on_event: Callable[[int], object],
+        on_stream: Callable[[ControlStream], object],
+        on_goodbye: Callable[[], object],
+    ) -> None:
+        """on_event: called by the reader with the number of a watch or subscription. on_stream: called by the reader
+        when a stream has begun. on_goodbye: called by the reader when the server will end. None of them may wait."""
+        self._settings = settings
+        self._on_event, self._on_stream, self._on_goodbye = on_event, on_stream, on_goodbye
+        self._changed = threading.Condition(threading.Lock())
+        """Guards the fields below."""
+        self._needs = 0
+        """How many armed watches and subscriptions, and callers of `take`, need a stream."""
+        self._stream: ControlStream | None = None
+        """The stream that requests are sent on; None if there is none, or if its server has said goodbye."""
+        self._begun: ControlStream | None = None
+        """The stream that the thread connects or reads now."""
+        self._refusal: Exception | None = None
+        """Why the last server that answered will not serve this client; None once it may."""
+        self._why = "no server has answered yet"
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self.was_connected = False
+        """Whether a server has ever answered."""
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing.is_set()
+
+    def need(self) -> None:
+        """From now on, until `release`, there must be a stream."""
+        with self._changed:
+            self._need()
+
+    def release(self) -> None:
+        with self._changed:
+            self._needs -= 1
+
+    def take(self, until: float) -> ControlStream:
+        """The stream, once there is one. Raises Unanswered at this moment of the monotonic clock; Closed; and at once
+        why the server refuses this client."""
+        with self._changed:
+            self._check_open()
+            if self._stream is not None:
+                return self._stream
+            self._need()
+            try:
+                while self._stream is None:
+                    if self._refusal is not None:
+                        raise copy.copy(self._refusal)
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise Unanswered(f"{self._settings.shown}: {self._why}", was_sent=False)
+                    self._changed.wait(left)
+                    self._check_open()
+                return self._stream
+            finally:
+                self._needs -= 1
+
+    def close(self) -> None:
+        """End the stream and the thread, from any thread. Idempotent."""
+        self._closing.set()
+        with self._changed:
+            begun, thread = self._begun, self._thread
+            self._changed.notify_all()
+        if begun is not None:
+            begun.end("the connection was closed")
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S_MAX)
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise Closed(f"the connection to {self._settings.shown} was closed")
+
+    def _need(self) -> None:
+        """Under the lock."""
+        if not self._needs:
+            self._refusal = None  # it may be old: nobody has tried since
+        self._needs += 1
+        if self._thread is None and not self._closing.is_set():
+            self._thread = start_thread(self._run, "pxrs-remote")
+        self._changed.notify_all()
+
+    # What runs in the thread.
+
+    def _run(self) -> None:
+        at, pause_s = 0, PAUSE_S_MIN
+        targets = self._settings.targets
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._needs or self._closing.is_set())
+            if self._closing.is_set():
+                return
+            try:
+                stream = self._connect(targets[at % len(targets)])
+            except Exception as error:  # noqa: BLE001 - told to those who wait, and tried again
+                self._note_failure(error)
+                at += 1
+                if at % len(targets) == 0:
+                    self._closing.wait(random.uniform(pause_s / 2, pause_s))
+                    pause_s = min(2 * pause_s, PAUSE_S_MAX)
+                continue
+            pause_s = PAUSE_S_MIN
+            self._on_stream(stream)
+            self._note_loss(stream, stream.run())
+
+    def _connect(self, target: str) -> ControlStream:
+        channel = Channel(target, self._settings)
+        stream = ControlStream(channel, self._on_event, self._note_goodbye)
+        with self._changed:
+            self._begun = stream
+        try:
+            self._check_open()
+            stream.greet(min(CONNECT_S_MAX, self._settings.timeout_s))
+        except BaseException as error:
+            stream.end(str(error))
+            raise
+        with self._changed:
+            self._stream, self._refusal, self.was_connected = stream, None, True
+            self._changed.notify_all()
+        _logger.info("connected to %s, server %s", target, stream.hello.instance)
+        return stream
+
+    def _note_failure(self, error: Exception) -> None:
+        with self._changed:
+            if str(error) != self._why:
+                _logger.info("%s cannot be reached: %s", self._settings.shown, error)
+            self._why = str(error)
+            is_final = isinstance(error, Refused | InvalidUrl) or (
+                isinstance(error, PxrsError) and not isinstance(error, AWAY)
+            )
+            if is_final:
+                self._refusal = error
+            self._changed.notify_all()
+
+    def _note_goodbye(self) -> None:
+        with self._changed:
+            self._stream = None
+        self._on_goodbye()
+
+    def _note_loss(self, stream: ControlStream, why: str) -> None:
+        with self._changed:
+            self._stream = None
+            self._why = f"the connection to {stream.channel.target} was lost: {why}"
+        if not self._closing.is_set():
+            _logger.info("%s; connecting again", self._why)
