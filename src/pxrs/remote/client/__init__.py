@@ -9,6 +9,7 @@
 | `faults` | what a failed call proves |
 | `log`, `topic`, `subscriptions`, `reads`, `appends` | the `Log` |
 | `registry`, `lease` | the `Registry` |
+| `transfers` | streams that may take long: ranges of a topic for Spark's tasks, and staged files |
 
 docs/wire.md says what is sent. Start reading with `connection`.
 """

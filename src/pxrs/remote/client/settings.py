@@ -53,7 +53,9 @@ class Settings:
                 f"{address.text}: the namespace is that of the server's registry; give it to `pxrs serve --registry`"
             )
         if "@" in address.rest:
-            raise InvalidUrl(f"{address.scheme}: a server takes no user: give a token by token_file or {TOKEN_VARIABLE}")
+            raise InvalidUrl(
+                f"{address.scheme}: a server takes no user: give a token by token_file or {TOKEN_VARIABLE}"
+            )
         address.refuse_unknown_options(OPTIONS)
         if address.path:
             raise InvalidUrl(f"{address.text}: a server takes no path; write {address.scheme}://HOST:PORT")

@@ -79,7 +79,11 @@ class RemoteTopic(TopicLog):
         self._checked(positions)
         if not positions:
             return {}
-        ticket = {**self._place, "positions": [list(each) for each in positions.items()], "max_bytes": max(1, max_bytes)}
+        ticket = {
+            **self._place,
+            "positions": [list(each) for each in positions.items()],
+            "max_bytes": max(1, max_bytes),
+        }
 
         def attempt(connection: Connection, until: float) -> dict[int, Fetched]:
             with connection.channel(until) as channel:
