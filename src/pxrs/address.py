@@ -3,8 +3,8 @@
 A hub is a log and a registry, and `pxrs.open` takes an address of each:
 
     table               entry points       schemes of pxrs itself
-    LOGS                pxrs.logs          memory:, file: (a directory; a plain path is the same)
-    registry.SCHEMES    pxrs.registries    memory:, file:, sqlite:, postgresql:, oracle:, etcd:, zookeeper:
+    LOGS                pxrs.logs          memory:, file: (a directory; a plain path is the same), pxrs: (a server)
+    registry.SCHEMES    pxrs.registries    memory:, file:, sqlite:, postgresql:, oracle:, etcd:, zookeeper:, pxrs:
 
 An installed package adds a scheme by an entry point of the group in the second column. The entry point's name is the
 scheme; its object is a function that takes an `Address` and returns a `Log` or a `Registry`. A scheme of pxrs itself
@@ -24,7 +24,7 @@ from typing import Final
 
 from pxrs import plugins
 from pxrs import registry as registries
-from pxrs.errors import Closed, InvalidUrl
+from pxrs.errors import Closed, InvalidUrl, MissingDependency
 from pxrs.log.contract import Log
 from pxrs.registry.address import Address, parse
 from pxrs.registry.contract import Registry
@@ -52,7 +52,21 @@ def _open_directory(address: Address) -> Log:
     return DirectoryLog(path)
 
 
-LOGS: Final[dict[str, Callable[[Address], Log]]] = {"memory": _open_memory, "file": _open_directory}
+def _open_remote(address: Address) -> Log:
+    try:
+        from pxrs.remote import client
+    except ImportError as error:
+        if (error.name or "").startswith("pxrs"):
+            raise
+        raise MissingDependency(f"pxrs: needs {error.name}: pip install 'pxrs[remote]'", name=error.name) from error
+    return client.open_log(address)
+
+
+LOGS: Final[dict[str, Callable[[Address], Log]]] = {
+    "memory": _open_memory,
+    "file": _open_directory,
+    "pxrs": _open_remote,
+}
 """Scheme -> what opens the log at an address of it. `log_schemes` adds those of installed packages."""
 
 
@@ -71,7 +85,7 @@ def open_log(url: str | os.PathLike[str]) -> Log:
                 f"pxrs.open(registry='{address.scheme}:...') for queues alone"
             )
         others = "".join(f", {scheme}:" for scheme in known if scheme not in LOGS)
-        raise InvalidUrl(f"unknown scheme {address.scheme!r}; give a directory or memory:{others}")
+        raise InvalidUrl(f"unknown scheme {address.scheme!r}; give a directory, pxrs://HOST:PORT or memory:{others}")
     return plugins.function_named("scheme", address.scheme, LOGS, LOG_ENTRY_POINTS, InvalidUrl)(address)
 
 

@@ -70,11 +70,12 @@ def open(
 ) -> Hub:
     """Open a hub: a log and its registry.
 
-    url:       a directory, or `memory:` for this process alone. The first `create_topic` makes the directory. Without a
-               url, `registry` must be given: such a hub has the queues of that registry and the groups of sources that
-               are no topics; what needs topics raises NoDirectory.
+    url:       a directory, `memory:` for this process alone, or `pxrs://HOST:PORT` for the hub of a server
+               (docs/serve.md). The first `create_topic` makes the directory. Without a url, `registry` must be given:
+               such a hub has the queues of that registry and the groups of sources that are no topics; what needs
+               topics raises NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
-               kept with the messages.
+               kept with the messages. Not with `pxrs://`: the server has the registry of its hub.
     lease_ttl: how long after its last renewal the lease of this process ends; then other processes get the queue items
                that it has taken.
     upkeep:    whether this hub may be elected to do the upkeep of its directory, such as retention: see `pxrs.upkeep`.
@@ -94,6 +95,9 @@ def open(
             log.close()
             raise InvalidUrl(f"{log.url} keeps no registry of its own: give its address as registry=...")
         given = LazyRegistry(log.own_registry)
+    elif log.is_kept_by_server:
+        log.close()
+        raise InvalidUrl(f"{log.url}: the server has the registry of its hub: leave registry=..., PXRS_REGISTRY out")
     return Hub(log, given, lease_ttl=ttl, upkeep=upkeep)
 
 
@@ -125,7 +129,8 @@ class Hub:
         self.parts = HubParts(log, lazy, lease_ttl)
         """What the hub consists of, for the modules that do its work."""
         self.url = log.url
-        """The directory, memory:, or of a hub without a directory the registry's address without a password."""
+        """The directory, memory:, the server's address without its options, or of a hub without a directory the
+        registry's address without a password."""
         self.registry_address = lazy.shown
         """The address of the registry, without a password."""
         self._sources = HubSources(self.parts)
@@ -344,7 +349,7 @@ class Hub:
     def join_registry(self) -> Home | None:
         """As `check_registry`, before a member joins a group or a batch is published: if no registry is recorded for
         the hub, this one is recorded."""
-        return None if self.parts.belonging is None else self.parts.belonging.join()
+        return self.parts.join_registry()
 
     def adopt_registry(self) -> tuple[str, str]:
         """Make the hub belong to the registry that it was opened with: `pxrs registry adopt`. The addresses of the
@@ -355,6 +360,11 @@ class Hub:
         they have read in the other one counts no more for `keep_unread`."""
         self.parts.check_usable()
         self.log.check_topics()
+        if self.log.is_kept_by_server:
+            raise InvalidUrl(
+                f"{self.url}: the server has the registry that it was started with: stop it, and run `pxrs registry "
+                "adopt` with the hub's directory, where it is"
+            )
         if self.parts.belonging is None:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         return self.parts.belonging.adopt(topic.id for topic in self.log.topics())

@@ -30,8 +30,9 @@ class HubParts:
         self.belonging = (
             None if log.folder is None else Belonging(log.url, HubRecordFile(log.folder), registry, log.check_place)
         )
-        """Compares the registry with the one that the log's directory records. None for a log that is in no directory:
-        nothing records which registry it belongs to."""
+        """Compares the registry with the one that the log's directory records. None for a log that is in no directory
+        of this process: nothing here records which registry it belongs to. Of a log that a server keeps, the server
+        compares them (`Log.identity`)."""
         self._lock = threading.Lock()
         self._lease_ttl = lease_ttl
         self._queues: QueueStore | None = None
@@ -58,7 +59,20 @@ class HubParts:
         """The identity of the hub, None if it has none yet. Raises WrongRegistry if the hub belongs to another registry
         than the one that it was opened with: then nothing of the hub may be coordinated through that."""
         self.check_usable()
-        return None if self.belonging is None else self.belonging.check()
+        return self._told_by_server(joins=False) if self.belonging is None else self.belonging.check()
+
+    def join_registry(self) -> Home | None:
+        """As `check_registry`, before a member joins a group or a batch is published: if no registry is recorded for
+        the hub, this one is recorded."""
+        return self._told_by_server(joins=True) if self.belonging is None else self.belonging.join()
+
+    def _told_by_server(self, *, joins: bool) -> Home | None:
+        identity = self.log.identity(joins=joins)
+        if identity is None:
+            return None
+        from pxrs.group.records import Home
+
+        return Home(*identity)
 
     def queue_store(self) -> QueueStore:
         """What all queues of this hub share: this process's lease, and the threads that take and sweep."""

@@ -190,6 +190,8 @@ class Topics:
     def delete(self, name: str) -> str:
         """Remove the topic, its messages, and what the registry and the staging folder hold of it. Returns its id."""
         log = self._parts.log
+        if log.is_kept_by_server:
+            return log.delete_topic(name)  # which does the rest of this function there
         # A damaged topic may have had `keep_unread`: its description cannot be read.
         damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
         keeping = {topic.id: topic.name for topic in log.topics() if topic.keeps_unread} | damaged

@@ -77,14 +77,16 @@ def test_a_log_without_a_registry_of_its_own_needs_one_to_be_given() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_errors_name_the_added_schemes_and_no_package_replaces_one_of_pxrs() -> None:
-    with pytest.raises(InvalidUrl, match=r"unknown scheme 'kafka'; give a directory or memory:, lone:, shelf:"):
+    with pytest.raises(
+        InvalidUrl, match=r"unknown scheme 'kafka'; give a directory, pxrs://HOST:PORT or memory:, lone:, shelf:"
+    ):
         pxrs.open("kafka://h")
     with pytest.raises(InvalidUrl, match=r"registry: unknown scheme 'kafka'; choose from memory, .*, cupboard"):
         pxrs.open("memory:", "kafka://h")
     with pytest.raises(InvalidUrl, match=r"cupboard: keeps no messages"):
         pxrs.open("cupboard:")
     assert type(open_log("memory:")) is MemoryLog
-    assert address.log_schemes() == ["memory", "file", "lone", "shelf"]
+    assert address.log_schemes() == ["memory", "file", "pxrs", "lone", "shelf"]
     assert registry.schemes()[-1] == "cupboard"
 
 

@@ -332,6 +332,10 @@ class TopicLog(Source):
         """Remove the messages before these offsets, by partition, as far as whole stored pieces lie before them; the
         new starts of the partitions that moved. A partition that fails keeps no other from being trimmed."""
 
+    def retention_problem(self) -> str | None:
+        """Of a topic that a server keeps: why its retention removes nothing there; None if nothing prevents it."""
+        return None
+
     def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
         """`plan_retention`, then `trim`. Raises the first error once every sound partition is trimmed."""
         plan = self.plan_retention(now, unread)
@@ -378,6 +382,13 @@ class Log(ABC):
 
     def check_place(self) -> None:  # noqa: B027 - a log in memory has none
         """Raise HubMoved if what this handle has open is not what is to be found at its address any more."""
+
+    def identity(self, *, joins: bool) -> tuple[str, str] | None:
+        """Of a log that a server keeps: the id and the place of its hub, as the server tells them; None if the hub has
+        none. For every other log None: the hub's directory, if there is one, has a record (`pxrs.belonging`).
+
+        joins: if no registry is on record for the hub, the server records its own. Raises WrongRegistry."""
+        return None
 
     def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics
         """Raise NoDirectory if this stands for the log of a hub that was opened without a directory."""

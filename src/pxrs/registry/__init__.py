@@ -62,6 +62,7 @@ SCHEMES: Final[dict[str, Callable[[Address], Registry]]] = {
     "oracle": _opener("oracle", "pxrs.registry.sql", "oracle"),
     "etcd": _opener("etcd", "pxrs.registry.etcd", "etcd"),
     "zookeeper": _opener("zookeeper", "pxrs.registry.zookeeper", "zookeeper"),
+    "pxrs": _opener("pxrs", "pxrs.remote.client", "remote"),
 }
 """Scheme -> what opens an address of it. `schemes` adds those of installed packages."""
 
@@ -79,6 +80,7 @@ def open(url: str | os.PathLike[str]) -> Registry:
     sqlite:///FILE                   this machine's processes, one database file
     postgresql://user@host/database  and oracle://user@host/?service_name=NAME; postgresql+psycopg:// is the same
     etcd://host:port,host:port       zookeeper://host:port,host:port/chroot
+    pxrs://host:port,host:port       the registry of the hub that `pxrs serve` keeps there
     """
     address = parse(url)
     if address.scheme not in SCHEMES and address.scheme not in (known := schemes()):

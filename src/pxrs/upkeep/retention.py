@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pxrs.errors import LogError, PxrsError
+from pxrs.errors import LogError, LogNotWritable, PxrsError
 from pxrs.log.contract import RetentionPlan, TopicLog
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 def retain(parts: HubParts, log: TopicLog) -> dict[int, int]:
     """Remove the messages that the topic's retention allows. Returns the new starts of the partitions that moved.
 
-    For a topic with `keep_unread`: raises WrongRegistry or RetentionPostponed, with nothing removed, if this process
-    may remove nothing."""
+    Raises LogNotWritable if a server keeps the log. For a topic with `keep_unread`: raises WrongRegistry or
+    RetentionPostponed, with nothing removed, if this process may remove nothing."""
+    if parts.log.is_kept_by_server:
+        raise LogNotWritable(parts.url, f"{parts.url}: its server does the retention of {log.name}, and no client may")
     if not log.keeps_unread:
         return log.retain(log.clock.wall_time_us())
     if parts.belonging is not None:
@@ -43,6 +45,8 @@ def retain(parts: HubParts, log: TopicLog) -> dict[int, int]:
 def problem_of(parts: HubParts, log: TopicLog) -> str | None:
     """Why `retain` would remove nothing in this process; None if nothing prevents it."""
     parts.check_usable()
+    if parts.log.is_kept_by_server:
+        return log.retention_problem()
     if not log.keeps_unread or parts.belonging is None:
         return None
     try:

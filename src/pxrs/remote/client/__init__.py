@@ -7,7 +7,7 @@
 | `link` | connects, and connects again after a break |
 | `channel`, `control`, `arming` | one gRPC connection; its control stream; watches and subscriptions that outlive it |
 | `faults` | what a failed call proves |
-| `log`, `topic`, `subscriptions`, `reads`, `appends` | the `Log` |
+| `log`, `topic`, `session`, `subscriptions`, `reads`, `appends` | the `Log` |
 | `registry`, `lease` | the `Registry` |
 | `transfers` | streams that may take long: ranges of a topic for Spark's tasks, and staged files |
 

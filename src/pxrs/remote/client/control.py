@@ -25,11 +25,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from typing import Any, Final, NamedTuple
 
 import grpc
 
-from pxrs import __version__
 from pxrs.errors import PxrsError, WireMismatch
 from pxrs.registry.values import Limits
 from pxrs.remote import flight, wire
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 Answer = dict[str, Any] | Exception
 OnDone = Callable[[Answer], object]
 """Called by the reader, which must not wait."""
-_HELLO: Final = {"hello": {"wire": wire.VERSION, "client": f"pxrs {__version__}"}}
+_HELLO: Final = {"hello": {"wire": wire.VERSION, "client": f"pxrs {version('pxrs')}"}}
 
 
 class Hello(NamedTuple):
@@ -117,12 +117,12 @@ class ControlStream:
 
     def _take_hello(self, data: bytes) -> None:
         found = wire.loads(flight.read_flight_data(data).app_metadata)["hello"]
-        version = found.get("wire")
-        if not isinstance(version, int) or version < wire.VERSION_MIN:
-            theirs = version if isinstance(version, int) else 0
+        theirs = found.get("wire")
+        if not isinstance(theirs, int) or theirs < wire.VERSION_MIN:
+            theirs = theirs if isinstance(theirs, int) else 0
             raise WireMismatch(wire.VERSION, theirs, theirs)
         known = {name: int(value) for name, value in found["limits"].items() if name in Limits.__dataclass_fields__}
-        self.hello = Hello(min(version, wire.VERSION), str(found.get("instance")), Limits(**known))
+        self.hello = Hello(min(theirs, wire.VERSION), str(found.get("instance")), Limits(**known))
         self._heard_at = time.monotonic()
 
     def run(self) -> str:

@@ -9,7 +9,7 @@ caller that waits for a stream, or an armed watch or subscription (`arming`).
 | idle | connecting | `need`, or `take` waits |
 | connecting | connected | a server has answered the hello: those who wait in `take` go on, `on_stream` arms all again |
 | connecting | connecting | no server answers: after a pause |
-| connecting | refused | a server answers that it will not serve this client: `take` raises this at once; after a pause, as above |
+| connecting | refused | a server will not serve this client: `take` raises why; connecting again after a pause |
 | connected | connecting, idle | the stream has ended, or the server has said goodbye |
 | any | closed | `close` |
 """

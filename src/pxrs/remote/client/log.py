@@ -6,27 +6,21 @@ registry holds of them, and upkeep is the server's (W4).
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from pxrs.errors import (
-    Closed,
     DamagedFrame,
     OutcomeUnknown,
     ReadFailed,
     TopicExists,
-    UsedAfterFork,
 )
 from pxrs.log.contract import DamagedTopic, Log
 from pxrs.model import Topic
 from pxrs.remote import wire
-from pxrs.remote.client.connection import Connection, acquire, release
 from pxrs.remote.client.faults import AWAY, Unanswered
+from pxrs.remote.client.session import Session
 from pxrs.remote.client.settings import Settings
-from pxrs.remote.client.subscriptions import TopicSubscriptions
 from pxrs.remote.client.topic import RemoteTopic
 
 IDENTITY_S: Final = 2.0
@@ -41,16 +35,12 @@ class RemoteLog(Log):
     def __init__(self, settings: Settings, address: str) -> None:
         """address: that of the server, with its options; the registry of the hub has the same."""
         self.url, self.own_registry = settings.shown, address
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._connection = acquire(settings)
-        self.subscriptions = TopicSubscriptions(self._connection)
+        self._session = Session(settings)
         self._identity: tuple[float, tuple[str, str] | None] | None = None
         """When the identity was last asked for, and what it was then."""
-        self._is_closed = False
 
     def create_topic(self, topic: Topic) -> RemoteTopic:
-        connection = self.usable()
+        connection = self._session.connection()
         until = time.monotonic() + connection.patience_s
         was_sent = False
         while True:
@@ -60,14 +50,14 @@ class RemoteLog(Log):
                     {"settings": wire.topic_to_dict(topic)},
                     max(0.0, until - time.monotonic()),
                 )
-                return RemoteTopic(wire.topic_of(found["topic"]), self)
+                return RemoteTopic(wire.topic_of(found["topic"]), self._session)
             except TopicExists:
                 # If an earlier try was sent, this may be the topic that it has made: the id says so.
                 if was_sent and (there := self._find(topic.name)) is not None and there.id == topic.id:
-                    return RemoteTopic(there, self)
+                    return RemoteTopic(there, self._session)
                 raise
             except (Unanswered, *AWAY) as error:
-                self.usable()
+                self._session.connection()
                 was_sent |= isinstance(error, Unanswered) and error.was_sent
                 if time.monotonic() < until:
                     continue
@@ -81,11 +71,11 @@ class RemoteLog(Log):
         return next((each for each in self.topics() if each.name == name), None)
 
     def topics(self) -> list[Topic]:
-        return [wire.topic_of(each) for each in self.ask("log.topics", {})["topics"]]
+        return [wire.topic_of(each) for each in self._session.ask("log.topics", {})["topics"]]
 
     def damaged_topics(self) -> list[DamagedTopic]:
         found = []
-        for each in self.ask("log.damaged_topics", {})["topics"]:
+        for each in self._session.ask("log.damaged_topics", {})["topics"]:
             error = wire.error_of(each["error"])
             if not isinstance(error, DamagedFrame):
                 error = DamagedFrame(each["name"], 0, str(error))
@@ -93,10 +83,10 @@ class RemoteLog(Log):
         return found
 
     def topic(self, name: str) -> RemoteTopic:
-        return RemoteTopic(wire.topic_of(self.ask("log.topic", {"topic": name})["topic"]), self)
+        return RemoteTopic(wire.topic_of(self._session.ask("log.topic", {"topic": name})["topic"]), self._session)
 
     def delete_topic(self, name: str) -> str:
-        connection = self.usable()
+        connection = self._session.connection()
         try:
             return str(connection.call("log.delete_topic", {"topic": name}, connection.patience_s)["id"])
         except Unanswered as error:
@@ -111,36 +101,10 @@ class RemoteLog(Log):
         if known is not None and time.monotonic() < known[0] + IDENTITY_S and not (joins and known[1] is None):
             return known[1]
         asked_at = time.monotonic()
-        found = self.ask("hub.identity", {"joins": joins})
+        found = self._session.ask("hub.identity", {"joins": joins})
         identity = None if found["hub"] is None else (str(found["hub"]), str(found["place"]))
         self._identity = asked_at, identity
         return identity
 
     def close(self) -> None:
-        if os.getpid() != self._pid:
-            return  # in a forked child: the log belongs to the parent
-        with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
-            self.subscriptions.close()
-            release(self._connection)
-
-    # For the topics.
-
-    def usable(self) -> Connection:
-        """The connection. Raises Closed, UsedAfterFork."""
-        if os.getpid() != self._pid:
-            raise UsedAfterFork(f"the log {self.url} was opened before a fork: open it again in the child")
-        if self._is_closed:
-            raise Closed(f"the log {self.url} was closed")
-        return self._connection
-
-    def ask(self, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a call that may be repeated; waits for a server that is away. Raises what the server answers, ReadFailed,
-        Closed, UsedAfterFork."""
-        connection = self.usable()
-        try:
-            return connection.ask(call, arguments, connection.patience_s)
-        except Unanswered as error:
-            self.usable()
-            raise ReadFailed(f"{self.url}: {error}") from error
+        self._session.close()

@@ -47,7 +47,8 @@ class TopicSubscriptions:
     def add(
         self, topic: str, topic_id: str, partitions: Iterable[int], callback: Callback, timeout_s: float
     ) -> Subscription:
-        """Call the callback after each change in these partitions. Raises what the server answers; Unanswered; Closed."""
+        """Call the callback after each change in these partitions. Raises what the server answers; Unanswered;
+        Closed."""
         key = topic, topic_id, frozenset(partitions)
         token = next(self._tokens)
         if not key[2]:

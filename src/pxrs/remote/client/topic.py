@@ -7,8 +7,8 @@ one; then they raise ReadFailed. An append waits in the same way before it is se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from pxrs.errors import (
     AppendFailed,
@@ -19,7 +19,6 @@ from pxrs.errors import (
     LogError,
     NoWritePermission,
     PxrsError,
-    ReadFailed,
     RemoteError,
     UnknownTopic,
 )
@@ -32,15 +31,11 @@ from pxrs.remote.client.appends import encoded
 from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
 from pxrs.remote.client.reads import fetch
+from pxrs.remote.client.session import Session
 from pxrs.waiting import Callback, Subscription
-
-if TYPE_CHECKING:
-    from pxrs.remote.client.log import RemoteLog
 
 _OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument, NoWritePermission, RemoteError)
 """Errors that a log raises for a whole append, before anything is stored."""
-
-T = TypeVar("T")
 
 
 class RemoteTopic(TopicLog):
@@ -48,11 +43,11 @@ class RemoteTopic(TopicLog):
 
     has_latency = True
 
-    def __init__(self, topic: Topic, log: RemoteLog) -> None:
+    def __init__(self, topic: Topic, session: Session) -> None:
         self.topic = topic
         self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
-        self._log, self.clock = log, log.clock
+        self._session = session
         self._place = {"topic": topic.name, "topic_id": topic.id}
 
     # Reading.
@@ -89,16 +84,16 @@ class RemoteTopic(TopicLog):
             with connection.channel(until) as channel:
                 return fetch(channel, ticket, max(0.001, until - time.monotonic()))
 
-        return self._patiently(attempt)
+        return self._session.patiently(attempt)
 
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
         chosen = self._checked(partitions)
-        subscriptions = self._log.subscriptions
+        subscriptions = self._session.subscriptions
 
         def attempt(connection: Connection, until: float) -> Subscription:
             return subscriptions.add(self.name, self.id, chosen, callback, max(0.0, until - time.monotonic()))
 
-        return self._patiently(attempt)
+        return self._session.patiently(attempt)
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         self._checked((partition,))
@@ -117,7 +112,7 @@ class RemoteTopic(TopicLog):
         for each in appends:
             self._checked((each.partition,))
             check_encoded(each.payload)
-        connection = self._log.usable()
+        connection = self._session.connection()
         if not appends:
             return []
         last = len(appends) - 1
@@ -126,11 +121,11 @@ class RemoteTopic(TopicLog):
             answers = self._send(connection, batches)
         except Unanswered as error:
             if not error.was_sent:
-                return [NotStored(AppendFailed(f"{self._log.url}: {error}; nothing was sent"))] * len(appends)
-            text = f"{self._log.url}: {error}; no answer came, so the batch may be stored"
+                return [NotStored(AppendFailed(f"{self._session.url}: {error}; nothing was sent"))] * len(appends)
+            text = f"{self._session.url}: {error}; no answer came, so the batch may be stored"
             return [MaybeStored(AppendUnknown(text))] * len(appends)
         except AWAY as error:
-            return [NotStored(AppendFailed(f"{self._log.url}: {error}"))] * len(appends)
+            return [NotStored(AppendFailed(f"{self._session.url}: {error}"))] * len(appends)
         outcomes = [_outcome(found) for found in answers]
         refusals = [each.error for each in outcomes if isinstance(each, NotStored)]
         if len(refusals) == len(outcomes) and isinstance(refusals[0], _OF_THE_WHOLE):
@@ -148,7 +143,7 @@ class RemoteTopic(TopicLog):
             except Unanswered as error:
                 if error.was_sent or isinstance(error, Refused) or time.monotonic() + pause_s >= until:
                     raise
-                self._log.usable()
+                self._session.connection()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -171,22 +166,7 @@ class RemoteTopic(TopicLog):
     # What they share.
 
     def _ask(self, call: str, **arguments: Any) -> dict[str, Any]:
-        return self._log.ask(call, {**self._place, **arguments})
-
-    def _patiently(self, attempt: Callable[[Connection, float], T]) -> T:
-        """Make an attempt that may be repeated, until it is answered or the patience is over."""
-        connection = self._log.usable()
-        until = time.monotonic() + connection.patience_s
-        pause_s = PAUSE_S_MIN
-        while True:
-            try:
-                return attempt(connection, until)
-            except (Unanswered, *AWAY) as error:
-                self._log.usable()
-                if isinstance(error, Refused) or time.monotonic() + pause_s >= until:
-                    raise ReadFailed(f"{self._log.url}: {error}") from error
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        return self._session.ask(call, {**self._place, **arguments})
 
     def _checked(self, partitions: Iterable[int]) -> list[int]:
         """The partitions as a list. Raises InvalidRecord if the topic has no such partition, Closed, UsedAfterFork."""
@@ -194,7 +174,7 @@ class RemoteTopic(TopicLog):
         for partition in chosen:
             if not 0 <= partition < self.partitions:
                 raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
-        self._log.usable()
+        self._session.connection()
         return chosen
 
 
