@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("grpc")
 
 import pxrs
-from pxrs.errors import InvalidArgument, InvalidRecord, TopicDeleted
 from pxrs.hub import Hub
-from pxrs.model import Topic
-from pxrs.publishing.records import Manifest, manifests_of
-from pxrs.publishing.staging import served
 from pxrs.publishing.staging.contract import Staging
-from pxrs.publishing.staging.directory import DirectoryStaging
-from pxrs.publishing.staging.frames import Piece
 from pxrs.publishing.staging.served import ServedStaging
 from pxrs.remote.client.transfers import connected
 from pxrs.server.serving import serving
-from pxrs.testing.staging_contract import DAY_S, OTHER, TOPIC, StagingContract, feed, rows, staged
+from pxrs.testing.staging_contract import OTHER, TOPIC, StagingContract
 
 
 @pytest.fixture

@@ -32,6 +32,10 @@ def serve(
             "--insecure", help="Listen on other addresses than loopback although everybody may do everything."
         ),
     ] = False,
+    auth: Annotated[
+        str | None,
+        typer.Option("--auth", metavar="FILE", help="Refuse clients without a token of this file: pxrs token create."),
+    ] = None,
     tls_cert: Annotated[
         Path | None,
         typer.Option("--tls-cert", metavar="FILE", help="The server's certificate, in PEM; with --tls-key."),
@@ -78,7 +82,7 @@ def serve(
         raise MissingDependency(
             f"pxrs serve needs {error.name}: pip install 'pxrs[remote]'", name=error.name
         ) from error
-    check_listen(listen, insecure=insecure)
+    check_listen(listen, is_open=auth is None and not insecure)
     limits = ServerLimits(
         streams_max=streams_max,
         calls_max=calls_max,
@@ -88,18 +92,17 @@ def serve(
         threads=threads,
         drain_s=drain_s,
     )
-    settings = ServerSettings(listen, limits, _credentials(tls_cert, tls_key, tls_client_ca))
+    settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
     with open_hub(directory, registry, makes_registry=True) as hub:
         asyncio.run(_run(hub, settings, is_tls=tls_cert is not None))
 
 
-def check_listen(listen: str, *, insecure: bool) -> None:
-    """Raise InvalidArgument if the address is none, or not of this machine alone although nobody has to show a
-    token."""
+def check_listen(listen: str, *, is_open: bool) -> None:
+    """Raise InvalidArgument if this is no address. is_open: also if it can be reached from other hosts."""
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
         raise InvalidArgument(f"--listen is {listen!r}: give HOST:PORT, such as {LISTEN_DEFAULT}")
-    if insecure or host == "localhost":
+    if not is_open or host == "localhost":
         return
     try:
         is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import pyarrow as pa
@@ -22,7 +22,7 @@ import xxhash
 
 from pxrs.errors import InvalidRecord, ServerBusy
 from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin, Payload
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.model import CODECS
 from pxrs.remote import flight, wire
@@ -141,14 +141,10 @@ async def appends(
     budget: Budget,
     about: dict[str, Any],
     messages: AsyncIterator[bytes],
-    check: Callable[[dict[str, Any]], None],
 ) -> AsyncIterator[bytes]:
-    """The answers to one stream, after its first message. Raises PxrsError.
-
-    about: what the descriptor says. check: raises an error if the caller may not append to the topic that the arguments
-    name; the caller of this function has called it once."""
+    """The answers to one stream, after its first message. about: what the descriptor says. Raises PxrsError."""
     given = Given("DoPut", about)
-    await run(pools.data, functools.partial(served.topic, given))
+    await run(pools.data, functools.partial(_topic, served, given))
     group: list[Append] = []
     taken = 0
     try:
@@ -161,7 +157,6 @@ async def appends(
                 raise InvalidRecord(f"an append may have {limits.append_batches_max:,} batches; send fewer with `more`")
             if has_more:
                 continue
-            check(about)  # again: the token may have been revoked
             outcomes = await run(pools.data, functools.partial(_store, served, given, group))
             for outcome in outcomes:
                 yield encode_outcome(outcome)
@@ -180,7 +175,13 @@ async def _read(pools: Pools, message: bytes) -> tuple[Append, bool]:
 
 
 def _store(served: Served, given: Given, group: list[Append]) -> list[Outcome]:
-    return served.topic(given).append(group)
+    return _topic(served, given).append(group)
+
+
+def _topic(served: Served, given: Given) -> TopicLog:
+    """For each append anew: the token may have been revoked, or the topic deleted."""
+    served.check(given.call, given.found)
+    return served.topic(given)
 
 
 def check_schema(first: flight.FlightData) -> None:

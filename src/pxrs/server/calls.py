@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from pxrs import __version__
-from pxrs.errors import InvalidArgument
+from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
 from pxrs.server import staging
@@ -35,11 +35,12 @@ def _identity(served: Served, given: Given, at: float) -> Result:
 
 
 def _topics(served: Served, given: Given, at: float) -> Result:
-    return {"topics": [wire.topic_to_dict(topic) for topic in served.hub.topics()]}
+    visible = served.gate.topics(served.caller, served.hub.topics(), lambda topic: topic.name)
+    return {"topics": [wire.topic_to_dict(topic) for topic in visible]}
 
 
 def _damaged_topics(served: Served, given: Given, at: float) -> Result:
-    found = served.hub.damaged_topics()
+    found = served.gate.topics(served.caller, served.hub.damaged_topics(), lambda topic: topic.name)
     return {"topics": [{"name": each.name, "id": each.id, "error": wire.error_to_dict(each.error)} for each in found]}
 
 
@@ -110,7 +111,7 @@ def _scan(served: Served, given: Given, at: float) -> Result:
     size = 0
     while True:
         wanted = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - len(found))
-        page = served.hub.registry.scan(prefix, after, wanted)
+        page = served.gate.scan(served.caller, served.hub.registry.scan, prefix, after, wanted)
         found += page
         size += sum(len(entry.key) + len(entry.value) for entry in page)
         is_whole = len(page) < wanted or len(found) == limit
@@ -193,11 +194,18 @@ def pool_of(pools: Pools, name: str) -> ThreadPoolExecutor:
 
 
 def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float) -> Result:
-    """Make one call. Raises PxrsError."""
+    """Make one call, if the caller may. Raises PxrsError, without names and keys that the caller may not see."""
     function = CALLS.get(name)
     if function is None:
         raise unknown_call(name)
-    return function(served, Given(name, arguments), arrived_at)
+    served.check(name, arguments)
+    try:
+        return function(served, Given(name, arguments), arrived_at)
+    except PxrsError as error:
+        shown = served.gate.shown(served.caller, error)
+        if shown is error:
+            raise
+        raise shown from None
 
 
 def unknown_call(name: str) -> InvalidArgument:

@@ -33,16 +33,14 @@ from pxrs.waiting import Subscription
 
 _logger = logging.getLogger(__name__)
 
-Check = Callable[[str, dict[str, Any]], None]
-"""Raises an error if the caller may not make this call with these arguments."""
 Send = Callable[[bytes], Awaitable[None]]
 
 
 class ControlStream:
     """Runs one stream. All of it runs on the event loop, but `_note` is called by any thread."""
 
-    def __init__(self, served: Served, pools: Pools, limits: ServerLimits, check: Check) -> None:
-        self._served, self._pools, self._limits, self._check = served, pools, limits, check
+    def __init__(self, served: Served, pools: Pools, limits: ServerLimits) -> None:
+        self._served, self._pools, self._limits = served, pools, limits
         self._loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(limits.calls_max)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,7 +135,6 @@ class ControlStream:
         name = found.get("call")
         if not isinstance(name, str) or not isinstance(found.get("id"), int):
             raise InvalidArgument("a control message must have an id, which is an integer, and a call, which is text")
-        self._check(name, found)
         match name:
             case "registry.watch":
                 return await self._make(Given(name, found), "watch", self._limits.watches_max, self._watch)
@@ -168,12 +165,14 @@ class ControlStream:
         return {}
 
     def _watch(self, given: Given, number: int) -> None:
+        self._served.check(given.call, given.found)
         watch = self._served.hub.registry.watch(*given.texts("prefixes"))
         watch.subscribe(functools.partial(self._note, number))
         self._watches[number] = watch
         self._release_if_over()
 
     def _subscribe(self, given: Given, number: int) -> None:
+        self._served.check(given.call, given.found)
         topic = self._served.topic(given)
         self._subscriptions[number] = topic.subscribe(given.wholes("partitions"), functools.partial(self._note, number))
         self._release_if_over()

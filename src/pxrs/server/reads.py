@@ -41,14 +41,14 @@ def encode_batch(batch: Batch, partition: int) -> bytes:
 
 async def read(served: Served, pools: Pools, limits: ServerLimits, given: Given) -> AsyncIterator[bytes]:
     """The messages that answer one ticket. Raises PxrsError."""
-    topic = await run(pools.data, functools.partial(served.topic, given))
+    topic = await run(pools.data, functools.partial(_topic, served, given))
     yield SCHEMA_MESSAGE
     if "positions" in given.found:
         for message in await run(pools.data, functools.partial(_fetch, topic, limits, given)):
             yield message
         return
     partition, start, end = given.whole("partition"), given.whole("start"), given.whole("end")
-    step = functools.partial(_step, topic, partition, end)
+    step = functools.partial(_step, served, topic, given, partition, end)
     ahead = asyncio.ensure_future(run(pools.data, functools.partial(step, start)))
     try:
         while start < end:
@@ -73,10 +73,18 @@ def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> list[bytes]:
     return messages
 
 
-def _step(topic: TopicLog, partition: int, end: int, start: int) -> tuple[list[bytes], int]:
+def _topic(served: Served, given: Given) -> TopicLog:
+    served.check(given.call, given.found)
+    return served.topic(given)
+
+
+def _step(
+    served: Served, topic: TopicLog, given: Given, partition: int, end: int, start: int
+) -> tuple[list[bytes], int]:
     """The next messages of a range, and where the step after it begins."""
     if start >= end:
         return [], start
+    served.check(given.call, given.found)  # the token may have been revoked since the last step
     batches = topic.read(partition, start, STEP_BYTES)
     if not batches:
         raise OffsetOutOfRange(f"{topic.name}/{partition}", end, start)

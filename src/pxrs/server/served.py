@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from pxrs.errors import TopicDeleted, UnknownTopic
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.server.auth.gate import ANYONE, Caller, Gate
 from pxrs.server.given import Given
 from pxrs.server.grants import Grants
 
@@ -18,14 +20,20 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the server stands in front of."""
+    """What the server stands in front of, for one caller."""
 
     hub: Hub
     grants: Grants
     instance: str
     """New with each start of the server."""
+    gate: Gate
     staging: DirectoryStaging | None
     """Where the rows of Spark's tasks are staged; None if the hub is not in a directory."""
+    caller: Caller = ANYONE
+
+    def check(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """Raise an error if the caller may not make this call with these arguments (W4). May block."""
+        self.gate.check(self.caller, call, arguments)
 
     def topic(self, given: Given) -> TopicLog:
         """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import grpc
@@ -28,9 +29,11 @@ from pxrs.errors import (
     UnknownTopic,
 )
 from pxrs.log.batch import SCHEMA
+from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server import calls, staging
 from pxrs.server.appends import Budget, appends, check_schema, read_first
+from pxrs.server.auth.gate import Caller
 from pxrs.server.control import ControlStream
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
@@ -67,6 +70,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._ranges = asyncio.Semaphore(limits.ranges_max)
         self.streams: set[ControlStream] = set()
         self.is_draining = False
+        self._open: dict[asyncio.Task[Any], Caller] = {}
+        """The tasks of the methods that are under way, and who called them."""
         stream = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
         stream["ListFlights"] = self._list_flights
         both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
@@ -90,34 +95,49 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, handler_call_details: Any) -> Any:
         return self._handlers.get(handler_call_details.method)
 
+    def _by(self, context: Any) -> Served:
+        """The hub for the caller of this method. From now on the method is ended when the caller's token is revoked.
+        Raises Unauthenticated."""
+        metadata = dict(context.invocation_metadata() or ())
+        caller = self._served.gate.identify(metadata, context.auth_context())
+        if (task := asyncio.current_task()) is not None:
+            self._open[task] = caller
+            task.add_done_callback(lambda task: self._open.pop(task, None))
+        return replace(self._served, caller=caller)
+
+    async def refresh(self) -> None:
+        """Read the tokens file again if it has changed, and end what a token has open that is not valid any more."""
+        gate = self._served.gate
+        await run(self._pools.calls, gate.refresh)
+        for task, caller in list(self._open.items()):
+            if not gate.is_valid(caller):
+                task.cancel()
+
     async def _do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         ticket = _json(flight.read_ticket(request), "the ticket")
+        served = self._by(context)
         if staging.is_staged(ticket):
             async with self._ranges:
-                async for message in staging.read_staged(self._served, self._pools, ticket):
+                async for message in staging.read_staged(served, self._pools, ticket):
                     yield message
             return
         async with self._readers if "positions" in ticket else self._ranges:
-            async for message in read(self._served, self._pools, self._limits, Given("DoGet", ticket)):
+            async for message in read(served, self._pools, self._limits, Given("DoGet", ticket)):
                 yield message
 
     async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        def check(about: dict[str, Any]) -> None:
-            """Whether the caller may append."""
-
-        messages = aiter(messages)
+        served, messages = self._by(context), aiter(messages)
         first, about = await read_first(messages)
-        check(about)
         check_schema(first)
         if staging.is_stage(about):
-            answers = staging.stage(self._served, self._pools, self._budget, about, messages)
+            answers = staging.stage(served, self._pools, self._budget, about, messages)
         else:
-            answers = appends(self._served, self._pools, self._limits, self._budget, about, messages, check)
+            answers = appends(served, self._pools, self._limits, self._budget, about, messages)
         async for answer in answers:
             yield answer
 
     async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        stream = ControlStream(self._served, self._pools, self._limits, lambda name, arguments: None)
+        stream = ControlStream(self._by(context), self._pools, self._limits)
         self.streams.add(stream)
         try:
             await stream.serve(messages, context.write)
@@ -133,27 +153,36 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
         arguments = _json(body or b"{}", "the body")
         pool = calls.pool_of(self._pools, name)
-        found = await run(pool, functools.partial(calls.call, self._served, name, arguments, arrived_at))
+        found = await run(pool, functools.partial(calls.call, self._by(context), name, arguments, arrived_at))
         yield flight.result(wire.dumps(found))
 
     async def _list_actions(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        self._by(context)
         for name in calls.CALLS:
             yield flight.action_type(name, "see docs/wire.md")
 
     async def _list_flights(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        for topic in await run(self._pools.calls, self._served.hub.topics):
+        served = self._by(context)
+        found = await run(self._pools.calls, self._served.hub.topics)
+        for topic in served.gate.topics(served.caller, found, lambda topic: topic.name):
             yield _info(topic.name, topic.partitions, topic.id)
 
     async def _get_flight_info(self, request: bytes, context: Any) -> bytes:
         given = Given("GetFlightInfo", {"topic": "/".join(flight.read_descriptor(request).path)})
-        topic = await run(self._pools.calls, functools.partial(self._served.topic, given))
+        topic = await run(self._pools.calls, functools.partial(_topic, self._by(context), given))
         return _info(topic.name, topic.partitions, topic.id)
 
     async def _get_schema(self, request: bytes, context: Any) -> bytes:
+        self._by(context)
         return flight.result(SCHEMA.serialize())
 
     async def _check_health(self, request: bytes, context: Any) -> bytes:
         return _NOT_SERVING if self.is_draining else _SERVING
+
+
+def _topic(served: Served, given: Given) -> TopicLog:
+    served.check(given.call, given.found)
+    return served.topic(given)
 
 
 def _info(name: str, partitions: int, identity: str) -> bytes:

@@ -20,6 +20,8 @@ import grpc
 from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.hub import Hub
 from pxrs.remote import wire
+from pxrs.server.auth.gate import Gate
+from pxrs.server.auth.names import HubNames
 from pxrs.server.grants import Grants
 from pxrs.server.pools import Pools
 from pxrs.server.served import Served
@@ -29,6 +31,8 @@ from pxrs.server.staging import staging_of
 
 _logger = logging.getLogger(__name__)
 
+REFRESH_S: Final = 1.0
+"""How often the server looks whether the tokens file has changed."""
 _LOOK_S: Final = 0.05
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -45,6 +49,8 @@ class ServerSettings:
     listen: str = "127.0.0.1:0"
     """Host and port; port 0 chooses a free one."""
     limits: ServerLimits = field(default_factory=ServerLimits)
+    auth: str | None = None
+    """The path of the tokens file; None: everything is permitted to everybody."""
     credentials: Any = None
     """What `grpc.ssl_server_credentials` returns; None for a port without TLS."""
 
@@ -55,8 +61,9 @@ class Server:
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
         self._pools = Pools(settings.limits)
+        gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get))
         grants = Grants(hub.registry, settings.limits.leases_max)
-        served = Served(hub, grants, uuid.uuid4().hex, staging_of(hub))
+        served = Served(hub, grants, uuid.uuid4().hex, gate, staging_of(hub))
         self._service = Service(served, self._pools, settings.limits)
         self._grpc = grpc.aio.server(
             options=[
@@ -68,6 +75,7 @@ class Server:
             maximum_concurrent_rpcs=settings.limits.streams_max,
         )
         self._grpc.add_generic_rpc_handlers((self._service,))
+        self._refreshing: asyncio.Task[None] | None = None
         self.address = ""
         """Host and port, once it listens."""
 
@@ -85,9 +93,18 @@ class Server:
             raise InvalidArgument(f"cannot listen on {listen}: is the port in use?")
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._grpc.start()
+        if self._settings.auth is not None:
+            self._refreshing = asyncio.create_task(self._refresh())
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            await self._service.refresh()
 
     async def stop(self) -> None:
         """Drain, then close the port."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         self._service.is_draining = True
         for stream in list(self._service.streams):
             stream.say_goodbye("the server is stopping")

@@ -239,15 +239,15 @@ async def stage(
     about: dict[str, Any],
     messages: AsyncIterator[bytes],
 ) -> AsyncIterator[bytes]:
-    """The answer to one stream, after its first message: the name of the file, once it survives a power loss. The
-    caller has checked that the client may stage for this topic and query. Raises PxrsError.
+    """The answer to one stream, after its first message: the name of the file, once it survives a power loss. Raises
+    PxrsError.
 
     about: what the descriptor says"""
     given = Given("DoPut", {**about, "query": about["stage"]})
     _, query, batch = _place(given)
     task = given.whole("task")
     staging = _staging(served)
-    topic = await run(pools.staging, functools.partial(served.topic, given))
+    topic = await run(pools.staging, functools.partial(_topic, served, "staging.stage", given))
     file = await run(pools.staging, functools.partial(staging.create, topic.topic, query, batch, task))
     is_finished = False
     try:
@@ -268,6 +268,12 @@ async def stage(
     finally:
         if not is_finished:
             await run(pools.staging, file.discard)
+
+
+def _topic(served: Served, call: str, given: Given) -> TopicLog:
+    """The topic of a stream, if the caller may begin it. call: the name by which the gate knows the stream."""
+    served.check(call, given.found)
+    return served.topic(given)
 
 
 def _add(topic: TopicLog, file: NewFile, data: flight.FlightData) -> None:
@@ -295,7 +301,7 @@ async def read_staged(served: Served, pools: Pools, ticket: dict[str, Any]) -> A
     given = Given("DoGet", {**ticket, "query": ticket["staged"]})
     _, query, batch = _place(given)
     files, staging = _names(given, "files"), _staging(served)
-    topic = await run(pools.staging, functools.partial(served.topic, given))
+    topic = await run(pools.staging, functools.partial(_topic, served, "staging.read", given))
     yield SCHEMA_MESSAGE
     pieces = staging.pieces(topic.topic, query, batch, files)
     while messages := await run(pools.staging, functools.partial(_some, pieces)):

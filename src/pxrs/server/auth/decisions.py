@@ -57,6 +57,38 @@ def _topic(*actions: str) -> Decision:
     return decide
 
 
+def _topic_id(*actions: str) -> Decision:
+    """Needs one of these actions on the topic with this id. An id that no topic has needs it on all topics."""
+
+    def decide(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+        name = names.topic(_text(call, arguments, "topic_id"))
+        return any(grants.may("topic", name, action) for action in actions)
+
+    return decide
+
+
+def _any_topic(action: str) -> Decision:
+    """Needs the action on at least one topic."""
+    return lambda grants, names, call, arguments: grants.may_any("topic", action)
+
+
+def _stage(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    """A driver needs the permission to write to the topic; an executor has a capability for its query."""
+    query, id = _text(call, arguments, "query"), _text(call, arguments, "topic_id")
+    return grants.may("stage", f"{query}/{id}", "write") or _topic("write")(grants, names, call, arguments)
+
+
+def _announce(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    """A feed says what a batch reads: needs the permission to read that topic."""
+    try:
+        id = wire.loads(_text(call, arguments, "feed").encode()).get("topic")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{call}: feed is no JSON object") from error
+    if not isinstance(id, str):
+        raise InvalidArgument(f"{call}: feed names no topic")
+    return grants.may("topic-id", id, "read") or grants.may("topic", names.topic(id), "read")
+
+
 def _create_topic(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
     settings = arguments.get("settings")
     if not isinstance(settings, Mapping):
@@ -136,6 +168,21 @@ CALLS: Final[Mapping[str, Decision]] = {
     "registry.end": _writer,
     "registry.watch": _watch,
     "registry.unwatch": _anyone,
+    "staging.check_writable": _any_topic("write"),
+    "staging.announce": _announce,
+    "staging.feeds": _any_topic("write"),
+    "staging.stage": _stage,
+    "staging.read": _topic("write"),
+    "staging.make_durable": _topic_id("write"),
+    "staging.publish": _topic("write"),
+    "staging.remove": _stage,
+    "staging.clear": _topic_id("write"),
+    "staging.forget_query": _topic_id("write"),
+    "staging.sweep": _topic_id("write"),
+    "staging.keep_topic": _topic_id("write"),
+    "staging.topics": _hub_admin,
+    "staging.changed_at": _hub_admin,
+    "staging.forget_topic": _hub_admin,
     "DoGet": _topic("read"),
     "DoPut": _topic("write"),
     "DoExchange": _anyone,  # each call in the stream is decided by itself
