@@ -20,7 +20,6 @@ from pyspark.sql.streaming.datasource import (
 )
 
 import pxrs
-from pxrs.clock import boot_id
 from pxrs.errors import CheckpointOutOfRange, InvalidOption, UnknownTopic
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.hub import Hub
@@ -33,6 +32,7 @@ from pxrs.spark.filters import ALL, ANY, Wanted, wanted_by
 from pxrs.spark.following import Followed
 from pxrs.spark.names import find_source, topics_to_read, topics_to_stream
 from pxrs.spark.options import ReadFrom, ReadOptions, WriteOptions
+from pxrs.spark.place import HubPlace
 from pxrs.spark.table import TableSlice, table_slices
 from pxrs.spark.tasks import Slice, Slices, TaskReader, checked_start
 
@@ -78,8 +78,9 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
         else:
             starts = boundary_offsets(topic, options.starting, numbers)
         ends = boundary_offsets(topic, options.ending, numbers)
+        fails, bounds = options.fails_on_loss, topic.bounds(numbers)
         ranges = [
-            Range(number, checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
+            Range(number, checked_start(topic.name, number, starts[number], bounds[number].start, fails), ends[number])
             for number in numbers
         ]
         ranges = [each for each in ranges if each.start < each.end]
@@ -259,7 +260,7 @@ def _slices(
     wanted: Wanted = ALL,
 ) -> list[Slice]:
     """The tasks that read these ranges of topics. A task reads one topic. feeds: of a stream, by topic id."""
-    url, machine, least, times = options.where.url, boot_id(), options.partitions_min, wanted.task_times
+    place, least, times = HubPlace.of(options.where.url), options.partitions_min, wanted.task_times
     if least is None:
         rows_min = _TASK_ROWS_MIN if wanted == ALL else _FILTERED_TASK_ROWS_MIN
         tasks = [(topic, part) for topic, ranges in found for part in gather(ranges, rows_min)]
@@ -269,10 +270,9 @@ def _slices(
         tasks = [(topic, [each]) for topic, parts in zip(owners, pieces, strict=True) for each in parts]
     return [
         Slice(
-            url,
+            place,
             topic.name,
             topic.id,
-            machine,
             tuple(part),
             options.columns,
             options.fails_on_loss,

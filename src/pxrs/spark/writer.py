@@ -21,24 +21,22 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 import pxrs
-from pxrs.clock import boot_id
 from pxrs.errors import BatchRefused, InvalidOption, RegistryReplaced
-from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.contract import Log
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import JOB
 from pxrs.publishing.outage import UNREACHABLE, with_advice
 from pxrs.publishing.records import Part
-from pxrs.publishing.staging.contract import TaskStaging
-from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
 from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import WriteOptions
+from pxrs.spark.place import HubPlace, staging_at
 from pxrs.spark.publishers import Publishers, made_again
 from pxrs.spark.sink_columns import check_columns
-from pxrs.spark.tasks import check_machine, run_of
+from pxrs.spark.tasks import run_of
 
 _LOCATIONS: Final = "spark.sql.streaming.checkpointLocation"
 
@@ -68,19 +66,15 @@ class Stager:
     """What a task needs to stage rows. Spark sends this object to every executor, so it does not contain the address of
     the registry, which may contain a password."""
 
-    staging: TaskStaging
-    url: str
-    """The hub's directory."""
+    place: HubPlace
     topic: Topic | None
     """None: the rows name their topics."""
-    machine: str
     ignored: tuple[str, ...]
     """Columns that are not written."""
 
     @classmethod
     def of(cls, options: WriteOptions, schema: StructType) -> Stager:
         ignored = check_columns(schema, options.topic)
-        staging = DirectoryStaging(options.url)
         with pxrs.open(options.url, registry=options.registry) as hub:
             topic = None
             # Checked in the driver, so that one error is raised and not one for each task.
@@ -88,28 +82,30 @@ class Stager:
                 handle = topic_to_write(hub, options.topic)
                 handle.log.check_writable()
                 topic = handle.topic
-            staging.check_writable()
-        return cls(staging, options.url, topic, boot_id(), ignored)
+            staging_at(options.url).check_writable()
+        return cls(HubPlace.of(options.url), topic, ignored)
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
-        check_machine(self.machine)
+        self.place.check()
+        self.place.load()
+        staging = self.place.staging()
         freeze_imports()
         context = TaskContext.get()
         task = context.partitionId()
         if self.ignored:
             rows = (table.drop_columns(list(self.ignored)) for table in rows)
         if self.topic is not None:
-            found = [(self.topic, self.staging.stage(self.topic, query, batch, task, rows))]
+            found = [(self.topic, staging.stage(self.topic, query, batch, task, rows))]
         else:
-            with contextlib.closing(DirectoryLog(Path(self.url))) as log:
-                found = self.staging.stage_routed(
+            with self.place.log() as log:
+                found = staging.stage_routed(
                     by_column(lambda name: _topic_to_stage(log, name)), routed_writer(query), batch, task, rows
                 )
         files = tuple(StagedFile(topic.name, topic.id, each.name) for topic, each in found if each.name is not None)
         return StagedMessage(query, files, run_of(context))
 
 
-def _topic_to_stage(log: DirectoryLog, name: str) -> Topic:
+def _topic_to_stage(log: Log, name: str) -> Topic:
     """The topic that a row names. Raises UnknownTopic."""
     found = log.topic(name)
     found.check_writable()
@@ -223,7 +219,7 @@ def publish_batch(
     ((query, run),) = queries
     # A write with `txnAppId` moves no checkpoints: a batch may make several such writes, and its feeds can move the
     # checkpoints only once.
-    feeds = DirectoryStaging(options.url).feeds(query, batch, run) if options.app is None else []
+    feeds = staging_at(options.url).feeds(query, batch, run) if options.app is None else []
     location = find_location(query, checkpoints, reported[0].locations)
     _refuse_shared_state(feeds, location)
     planned = "" if location is None else hash_of_plan(location, batch)

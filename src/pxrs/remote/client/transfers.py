@@ -34,16 +34,19 @@ PAUSE_S: Final = (0.05, 1.0)
 """After a break: the shortest pause, which grows, and the longest."""
 
 
+def settings_of(url: str, token: str | None) -> Settings:
+    """How to reach the server at this address. token: as for `connected`. Raises InvalidUrl."""
+    settings = Settings.of(parse(url))
+    return settings if token is None else replace(settings, token_file=None, given_token=token)
+
+
 @contextmanager
 def connected(url: str, token: str | None) -> Iterator[Connection]:
     """The connection of this process to the server at this address, for the block.
 
     token: what to show to the server, instead of what the address and the environment say; None: what they say.
     Raises InvalidUrl, UsedAfterFork. Does not connect."""
-    settings = Settings.of(parse(url))
-    if token is not None:
-        settings = replace(settings, token_file=None, given_token=token)
-    connection = acquire(settings)
+    connection = acquire(settings_of(url, token))
     try:
         yield connection
     finally:

@@ -1,0 +1,168 @@
+"""Where a hub is, for Spark's tasks, which run on executors, and for the driver's processes.
+
+| the option `url` | tasks need | tasks that read | tasks that write |
+|---|---|---|---|
+| a directory | the directory, so the driver's machine (K5) | map its files | stage files in it |
+| `pxrs://host:port` | to reach the server | fetch ranges from it | stage files through it |
+
+Tasks get neither the address of the registry nor the driver's token. What they show to a server is the `token` of their
+`HubPlace`, which the server has made for this query. It is in no plan, no log and no `repr`, only in what Spark sends
+to executors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlencode
+
+from pxrs.clock import boot_id
+from pxrs.errors import WrongMachine
+from pxrs.publishing.staging.contract import Staging
+from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.registry.address import Address, parse
+
+if TYPE_CHECKING:
+    from pxrs.log.contract import Log
+    from pxrs.remote.client.connection import Connection
+
+SERVER: Final = "pxrs"
+"""The scheme of servers' addresses."""
+_TOKEN_FILE: Final = "token_file"
+_FILES: Final = (_TOKEN_FILE, "ca_file", "cert_file", "key_file")
+"""The options of an address that are paths."""
+_KEPT_MAX: Final = 8
+"""How many connections to servers a worker of Spark keeps between its tasks."""
+
+
+def is_server(url: str) -> bool:
+    return url.startswith(f"{SERVER}:")
+
+
+def absolute(address: Address) -> str:
+    """A server's address with absolute paths in place of relative ones: Spark's processes have several folders."""
+    options = {name: str(Path(text).absolute()) if name in _FILES else text for name, text in address.options.items()}
+    return _text(address, options)
+
+
+def staging_at(url: str) -> Staging:
+    """The staging place of the hub at this address, for the driver's processes. url: a directory, or a server."""
+    if not is_server(url):
+        return DirectoryStaging(url)
+    from pxrs.publishing.staging.served import ServedStaging
+
+    return ServedStaging(url)
+
+
+@dataclass(frozen=True)
+class HubPlace:
+    """Where a task finds the hub."""
+
+    url: str
+    """The directory, or the server's address."""
+    machine: str | None
+    """Boot id of the driver's machine, where the directory is; None for a server."""
+    token: str | None = field(default=None, repr=False)
+    """What the task shows to the server; None: what the environment of its process has."""
+
+    @classmethod
+    def of(cls, url: str, token: str | None = None) -> HubPlace:
+        """Where tasks find the hub that the driver has at this address."""
+        if not is_server(url):
+            return cls(url, boot_id())
+        address = parse(url)
+        # The file is the driver's own, and executors need not have it.
+        options = {name: text for name, text in address.options.items() if name != _TOKEN_FILE}
+        return cls(_text(address, options), None, token)
+
+    @property
+    def is_served(self) -> bool:
+        return self.machine is None
+
+    def load(self) -> None:
+        """Import what tasks need: they call `freeze_imports` after that."""
+        if self.is_served:
+            from pxrs.publishing.staging import served  # noqa: F401
+
+    def check(self) -> None:
+        """Raise WrongMachine in a task that cannot reach the hub's directory (K5)."""
+        if self.machine is not None:
+            check_machine(
+                self.machine, f"the hub's directory is not there. Give the address of a server: {SERVER}://HOST:PORT"
+            )
+
+    def staging(self) -> Staging:
+        """The staging place, for tasks."""
+        if self.machine is not None:
+            return DirectoryStaging(self.url)
+        from pxrs.publishing.staging.served import ServedStaging
+
+        return ServedStaging(self.url, self.token)
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """The connection to the server, for the block. It stays open for the next tasks of this process."""
+        _keep(self.url, self.token)
+        from pxrs.remote.client.transfers import connected
+
+        with connected(self.url, self.token) as connection:
+            yield connection
+
+    @contextmanager
+    def log(self) -> Iterator[Log]:
+        """The log, for the block."""
+        if self.machine is not None:
+            from pxrs.log.directory.log import DirectoryLog
+
+            log: Log = DirectoryLog(Path(self.url))
+        else:
+            from pxrs.remote.client.log import RemoteLog
+            from pxrs.remote.client.transfers import settings_of
+
+            _keep(self.url, self.token)
+            log = RemoteLog(settings_of(self.url, self.token), self.url)
+        try:
+            yield log
+        finally:
+            log.close()
+
+
+def check_machine(machine: str, why: str) -> None:
+    """Raise WrongMachine in a task on another machine than the driver's (K5)."""
+    if boot_id() != machine:
+        raise WrongMachine(
+            f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: {why}; or run the "
+            "executors on the driver's machine"
+        )
+
+
+_kept: OrderedDict[tuple[int, str, str | None], ExitStack] = OrderedDict()
+"""By process id, address and token: connections that are kept between tasks. A worker runs one task at a time."""
+
+
+def _keep(url: str, token: str | None) -> None:
+    from pxrs.remote.client.transfers import connected
+
+    key = os.getpid(), url, token
+    if key not in _kept:
+        stack = ExitStack()
+        stack.enter_context(connected(url, token))
+        _kept[key] = stack
+    _kept.move_to_end(key)
+    while len(_kept) > _KEPT_MAX:
+        _kept.popitem(last=False)[1].close()
+
+
+def let_go() -> None:
+    """Close the connections that are kept for further tasks."""
+    while _kept:
+        _kept.popitem()[1].close()
+
+
+def _text(address: Address, options: dict[str, str]) -> str:
+    return f"{address.scheme}:{address.rest}{'?' if options else ''}{urlencode(options, safe='/')}"
