@@ -12,6 +12,7 @@ to executors.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -149,6 +150,8 @@ def _keep(url: str, token: str | None) -> None:
     from pxrs.remote.client.transfers import connected
 
     key = os.getpid(), url, token
+    if not _kept:
+        atexit.register(let_go)
     if key not in _kept:
         stack = ExitStack()
         stack.enter_context(connected(url, token))
@@ -159,9 +162,11 @@ def _keep(url: str, token: str | None) -> None:
 
 
 def let_go() -> None:
-    """Close the connections that are kept for further tasks."""
-    while _kept:
-        _kept.popitem()[1].close()
+    """Close the connections that this process keeps for further tasks; those of its parent are the parent's."""
+    for key in list(_kept):
+        stack = _kept.pop(key)
+        if key[0] == os.getpid():
+            stack.close()
 
 
 def _text(address: Address, options: dict[str, str]) -> str:
