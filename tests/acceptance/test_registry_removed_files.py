@@ -259,6 +259,18 @@ def test_a_handle_whose_history_was_cut_off_by_another_process_stops(tmp_path: P
             assert isinstance(error, RegistryCorrupt)
 
 
+def test_a_compaction_does_not_hide_a_removed_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder with the hole would be moved away: nobody could find the entry missing any more."""
+    monkeypatch.setattr(journal, "ENTRIES_MIN", 20)
+    monkeypatch.setattr(journal, "INSPECT_S", 1e9)
+    with registry.open(tmp_path) as running:
+        commit_many(running, 8)
+        entries_of(tmp_path)[3].unlink()
+        error = raised_within(PATIENCE_S, lambda: running.commit(put={"n": b"late"}))
+        assert isinstance(error, RegistryCorrupt)
+        assert len(entries_of(tmp_path)) <= 20
+
+
 def test_nothing_is_taken_for_damage_while_others_commit_and_compact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,12 +17,15 @@ import pxrs
 from pxrs.hub import Hub
 from pxrs.log.contract import Append, Log
 from pxrs.log.outcomes import offsets_of
-from pxrs.server.serving import serving
+from pxrs.server.serving import ServerSettings, serving
+from pxrs.server.settings import ServerLimits
 from pxrs.testing.log_contract import LogContract, new_topic, records
 from pxrs.testing.registry_contract import Backend, RegistryContract, SharedRegistryContract
 from pxrs.testing.source_contract import Feed, SourceContract
 
 PLACES = ("memory", "directory")
+FEW_THREADS = ServerSettings(limits=ServerLimits(threads=2))
+"""The contracts count threads, and the server is in the same process."""
 
 
 def open_hub(place: str, folder: Path) -> Hub:
@@ -32,7 +35,7 @@ def open_hub(place: str, folder: Path) -> Hub:
 @pytest.fixture(params=PLACES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The address of a server in front of an empty hub."""
-    with open_hub(request.param, tmp_path / "hub") as hub, serving(hub) as url:
+    with open_hub(request.param, tmp_path / "hub") as hub, serving(hub, FEW_THREADS) as url:
         yield url
 
 
@@ -86,7 +89,7 @@ class Servers:
     def url(self, namespace: str) -> str:
         if namespace not in self._urls:
             hub = self._stack.enter_context(self._make(namespace))
-            self._urls[namespace] = self._stack.enter_context(serving(hub))
+            self._urls[namespace] = self._stack.enter_context(serving(hub, FEW_THREADS))
         return self._urls[namespace]
 
 

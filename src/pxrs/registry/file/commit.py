@@ -226,6 +226,7 @@ class SharedJournal:
         # compaction of a later generation does.
         try:
             with self.lock:
+                self.journal.inspect_next()
                 self.catch_up()
                 if not self.journal.compaction_due or not self.journal.seal():
                     return

@@ -27,9 +27,9 @@ A missing entry has one of two causes:
   synced, opening raises RegistryCorrupt.
 No power loss happens while a handle is open, so an open handle raises RegistryCorrupt for any missing entry. Before it
 publishes, the handle checks that the last entry that it has read is there, and that the one after the next is not.
-At its first use after `INSPECT_S` it compares the whole folder with what it has read. So a handle never publishes under
-the number of a single removed entry. It does so in a gap of several entries only if all of them were published and
-removed within the last second.
+At its first use after `INSPECT_S`, and before a compaction, it compares the whole folder with what it has read. So a
+handle never publishes under the number of a single removed entry. It does so in a gap of several entries only if all of
+them were published and removed within the last second.
 
 A process that may not write reads in the same way. It publishes neither the seal that cuts off what a power loss left
 behind a missing entry, nor a snapshot: it shows the state up to the missing entry, and follows the seal once a process
@@ -360,6 +360,12 @@ class Journal:
     @property
     def compaction_due(self) -> bool:
         return self.number - self._begun_at >= max(ENTRIES_MIN, len(self.state.records) // 4)
+
+    def inspect_next(self) -> None:
+        """Let the next `catch_up` compare the whole folder with what was read, however short the last time is ago.
+
+        Called before a compaction: it would move the folder away, and with it the proof that an entry was removed."""
+        self._inspect_at = 0.0
 
     def seal(self) -> bool:
         """Let history go on in a new folder, which `catch_up` then finds; False if others were first."""
