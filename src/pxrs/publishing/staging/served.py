@@ -51,7 +51,7 @@ class _Spooled(NamedTuple):
     size: int
 
 
-class _Spool:
+class Spool:
     """The bytes of the pieces of one file: in memory while they are few, otherwise in a temporary file."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class ServedFile(NewFile):
     def __init__(self, staging: ServedStaging, place: Mapping[str, Any], task: int) -> None:
         """place: the topic by name and id, the query and the batch."""
         self._staging, self._place, self._task = staging, place, task
-        self._spool = _Spool()
+        self._spool = Spool()
         self._rows = 0
         self._name: str | None = None
         """The name that the server has answered."""
@@ -163,14 +163,14 @@ class ServedStaging(Staging):
     def __init__(self, url: str, token: str | None = None) -> None:
         """url: the address of the server. token: what to show to it, instead of what the address and the environment
         say."""
-        self._url, self._token = url, token
+        self.url, self._token = url, token
 
     def __reduce__(self) -> tuple[type[ServedStaging], tuple[str, str | None]]:
-        return ServedStaging, (self._url, self._token)
+        return ServedStaging, (self.url, self._token)
 
     def connected(self) -> Any:
         """A context manager: the connection of this process to the server."""
-        return connected(self._url, self._token)
+        return connected(self.url, self._token)
 
     def _ask(self, call: str, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make a call that may be repeated. Raises what the server answers; RegistryUnavailable if it stays away."""
