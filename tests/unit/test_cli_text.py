@@ -22,7 +22,7 @@ from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.testing.command import Call, Result, run_here
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
-TIMES = {"since", "ended", "when", "put_at", "died_at", "created", "timestamp", "time"}
+TIMES = {"since", "ended", "when", "put_at", "died_at", "created", "expires", "timestamp", "time"}
 """The names of the fields that hold a time, in any output with --json."""
 T_US = 1_700_000_000_123_456
 T_TEXT = "2023-11-14T22:13:20.123456Z"
@@ -110,6 +110,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
     data: str, call: Call, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     at, registry, table = ("--at", data), f"{data}/registry", f"sqlite:///{tmp_path}/t.db"
+    auth = ("--auth", str(tmp_path / "tokens.json"))
     with sqlite3.connect(tmp_path / "t.db") as database:
         database.execute("CREATE TABLE t (id INTEGER PRIMARY KEY AUTOINCREMENT, v TEXT)")
     with pxrs.open(data) as hub:
@@ -133,6 +134,9 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
         "queue take": [("queue", "take", "mail", "--peek", *at), ("queue", "take", "mail", *at)],
         "queue dead list": [("queue", "dead", "list", "mail", *at)],
         "upkeep status": [("upkeep", "--once", *at), ("upkeep", "status", *at)],
+        "token create": [("token", "create", "--name", "ci", "--allow", "hub=read", "--expires", "1d", *auth)],
+        "token list": [("token", "list", *auth)],
+        "token revoke": [("token", "revoke", "ci", *auth)],
         "registry scan": [("registry", "scan", registry, "queues/")],  # stored values are shown as they are stored
         "registry get": [("registry", "get", registry, key)],
     }
@@ -152,6 +156,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
     assert times["source list"] == {"since"}
     assert times["upkeep status"] == {"since", "ended"}
     assert times["queue describe"] == {"created"}
+    assert times["token list"] == {"created", "expires"}
     assert times["queue take"] == {"put_at"}
     assert times["queue dead list"] == {"put_at", "died_at"}
     capfd.readouterr()

@@ -12,6 +12,7 @@ from pxrs import ConsumeOnce, QueueListener
 from pxrs.errors import (
     Closed,
     InvalidItem,
+    NotPermitted,
     OutcomeUnknown,
     PxrsError,
     RegistryUnavailable,
@@ -155,6 +156,35 @@ def test_z8_puts_into_one_queue_are_committed_together(place: SharedStore) -> No
     assert isinstance(stale.exception(PATIENCE_S), PxrsError)
     assert sorted(commits[1].put) == ["b", "c"]
     assert list(commits[1].expect).count("there") == 1
+
+
+def test_w4_a_put_that_a_server_does_not_permit_fails_alone_when_it_was_merged_with_others(place: SharedStore) -> None:
+    registry = HookedRegistry(place.store)
+    combiner = Combiner(registry)
+    inside, gate = threading.Event(), threading.Event()
+
+    def refuse(commit: Commit) -> None:
+        inside.set()
+        gate.wait(PATIENCE_S)
+        if any(key.startswith("secret/") for key in commit.put):
+            raise NotPermitted("the token does not permit this")
+
+    registry.before = refuse
+
+    def put(key: str) -> Future[dict[str, int]]:
+        return aside(lambda: combiner.commit(Write({key: ABSENT}, {key: b""})))
+
+    first = put("mail/0")
+    assert inside.wait(PATIENCE_S)
+    puts = {}
+    for count, key in enumerate(("mail/1", "secret/1", "mail/2", "secret/2", "mail/3"), 1):
+        puts[key] = put(key)
+        eventually(lambda count=count: len(combiner._waiting) == count)
+    gate.set()
+    assert first.result()
+    failed = {key for key, each in puts.items() if isinstance(each.exception(PATIENCE_S), NotPermitted)}
+    assert failed == {"secret/1", "secret/2"}
+    assert [entry.key for entry in registry.scan("")] == ["mail/0", "mail/1", "mail/2", "mail/3"]
 
 
 def test_z8_that_the_queues_are_there_counts_in_the_limits_of_a_transaction(place: SharedStore) -> None:

@@ -7,8 +7,10 @@ So one thread at a time commits, and merges into its commit what the other threa
 that is alone waits for nobody. Two requests are merged only if neither changes a key that the other one names, and
 their expectations of shared keys agree. So the merged commit succeeds exactly if each of its requests would.
 
-On failure: the requests that a conflict names are refused, and the rest is committed without them. If the outcome of
-the merged commit is unknown, it is unknown for each request in it. Any other error is raised by each of them."""
+On failure: the requests that a conflict names are refused, and the rest is committed without them. If a server does not
+permit the merged commit, each request is committed by itself, so that only the ones that are not permitted fail. If the
+outcome of the merged commit is unknown, it is unknown for each request in it. Any other error is raised by each of
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import threading
 from collections import deque
 from typing import Final
 
-from pxrs.errors import Conflict, OutcomeUnknown, UsedAfterFork
+from pxrs.errors import Conflict, NotPermitted, OutcomeUnknown, UsedAfterFork
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
 from pxrs.registry.steps import Write
@@ -141,6 +143,12 @@ class Combiner:
                     versions = self._commit(together)
                 except Conflict as conflict:
                     together = _refuse(together, conflict)
+                    continue
+                except NotPermitted:
+                    if len(together) == 1:
+                        raise
+                    alone, *together = together
+                    self._perform([alone])
                     continue
                 for request in together:
                     is_alone = len(together) == 1

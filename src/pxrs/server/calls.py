@@ -18,6 +18,8 @@ from pxrs.server.served import Result, Served
 
 SCAN_BYTES_MAX: Final = 4 << 20
 """About how many bytes one answer to a scan has; the client asks for the rest."""
+CAPABILITY_S_MAX: Final = 7 * 86_400
+"""How long a token for executors is valid at most."""
 SCAN_PAGE: Final = 1_000
 """How many entries are read from the registry at a time."""
 
@@ -153,6 +155,23 @@ def _end(served: Served, given: Given, at: float) -> Result:
     return {}
 
 
+# Tokens for the executors of Spark.
+
+
+def _create_capability(served: Served, given: Given, at: float) -> Result:
+    secret, seconds = given.text_or_none("lease"), given.number("seconds")
+    if not 0 < seconds <= CAPABILITY_S_MAX:
+        raise InvalidArgument(f"{given.call}: seconds is not between 0 and {CAPABILITY_S_MAX}")
+    lease = None if secret is None else served.grants.find(secret)
+    found = served.gate.issue(served.caller, given.texts("read"), given.texts("stage"), seconds, lease)
+    return {"id": None, "token": None} if found is None else {"id": found[0], "token": found[1]}
+
+
+def _end_capability(served: Served, given: Given, at: float) -> Result:
+    served.gate.end(served.caller, given.text("id"))
+    return {}
+
+
 Function = Callable[[Served, Given, float], Result]
 """Given the hub, the arguments, and when the request arrived on the registry's clock."""
 
@@ -178,6 +197,8 @@ CALLS: Final[dict[str, Function]] = {
     "registry.attach": _attach,
     "registry.renew": _renew,
     "registry.end": _end,
+    "capability.create": _create_capability,
+    "capability.end": _end_capability,
     **staging.CALLS,
 }
 RENEWALS: Final = frozenset({"registry.renew"})

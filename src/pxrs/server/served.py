@@ -40,9 +40,9 @@ class Served:
         name, wanted = given.text("topic"), given.text_or_none("topic_id")
         try:
             found = self.hub.topic(name).log
-        except UnknownTopic:
+        except UnknownTopic as error:
             if wanted is None:
-                raise
+                raise self.gate.shown(self.caller, error) from None
             raise TopicDeleted(name, wanted, is_made_again=False) from None
         if wanted is not None and found.id != wanted:
             raise TopicDeleted(name, wanted, is_made_again=True)

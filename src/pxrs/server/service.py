@@ -7,6 +7,7 @@ effect (W4). A PxrsError becomes a status of gRPC with the error as trailing met
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +34,7 @@ from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server import calls, staging
 from pxrs.server.appends import Budget, appends, check_schema, read_first
-from pxrs.server.auth.gate import Caller
+from pxrs.server.auth.gate import Caller, unauthenticated
 from pxrs.server.control import ControlStream
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
@@ -70,8 +71,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._ranges = asyncio.Semaphore(limits.ranges_max)
         self.streams: set[ControlStream] = set()
         self.is_draining = False
-        self._open: dict[asyncio.Task[Any], Caller] = {}
-        """The tasks of the methods that are under way, and who called them."""
+        self._open: dict[asyncio.Task[Any], tuple[Caller, Any]] = {}
+        """The tasks of the methods that are under way, who called them, and their contexts."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Tasks of `_end`: the event loop itself keeps none alive."""
         stream = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
         stream["ListFlights"] = self._list_flights
         both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
@@ -95,13 +98,17 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, handler_call_details: Any) -> Any:
         return self._handlers.get(handler_call_details.method)
 
-    def _by(self, context: Any) -> Served:
+    async def _by(self, context: Any) -> Served:
         """The hub for the caller of this method. From now on the method is ended when the caller's token is revoked.
         Raises Unauthenticated."""
         metadata = dict(context.invocation_metadata() or ())
-        caller = self._served.gate.identify(metadata, context.auth_context())
+        gate, identities = self._served.gate, context.auth_context()
+        if gate.may_block(metadata):
+            caller = await run(self._pools.calls, functools.partial(gate.identify, metadata, identities))
+        else:
+            caller = gate.identify(metadata, identities)
         if (task := asyncio.current_task()) is not None:
-            self._open[task] = caller
+            self._open[task] = caller, context
             task.add_done_callback(lambda task: self._open.pop(task, None))
         return replace(self._served, caller=caller)
 
@@ -109,13 +116,16 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Read the tokens file again if it has changed, and end what a token has open that is not valid any more."""
         gate = self._served.gate
         await run(self._pools.calls, gate.refresh)
-        for task, caller in list(self._open.items()):
+        for task, (caller, context) in list(self._open.items()):
             if not gate.is_valid(caller):
-                task.cancel()
+                del self._open[task]
+                ending = asyncio.create_task(_end(task, context))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
     async def _do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        served = await self._by(context)  # before the wait: who is not accepted takes nobody's place
         ticket = _json(flight.read_ticket(request), "the ticket")
-        served = self._by(context)
         if staging.is_staged(ticket):
             async with self._ranges:
                 async for message in staging.read_staged(served, self._pools, ticket):
@@ -126,7 +136,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 yield message
 
     async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        served, messages = self._by(context), aiter(messages)
+        served, messages = await self._by(context), aiter(messages)
         first, about = await read_first(messages)
         check_schema(first)
         if staging.is_stage(about):
@@ -137,7 +147,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             yield answer
 
     async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        stream = ControlStream(self._by(context), self._pools, self._limits)
+        stream = ControlStream(await self._by(context), self._pools, self._limits)
         self.streams.add(stream)
         try:
             await stream.serve(messages, context.write)
@@ -153,27 +163,27 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
         arguments = _json(body or b"{}", "the body")
         pool = calls.pool_of(self._pools, name)
-        found = await run(pool, functools.partial(calls.call, self._by(context), name, arguments, arrived_at))
+        found = await run(pool, functools.partial(calls.call, await self._by(context), name, arguments, arrived_at))
         yield flight.result(wire.dumps(found))
 
     async def _list_actions(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        self._by(context)
+        await self._by(context)
         for name in calls.CALLS:
             yield flight.action_type(name, "see docs/wire.md")
 
     async def _list_flights(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        served = self._by(context)
+        served = await self._by(context)
         found = await run(self._pools.calls, self._served.hub.topics)
         for topic in served.gate.topics(served.caller, found, lambda topic: topic.name):
             yield _info(topic.name, topic.partitions, topic.id)
 
     async def _get_flight_info(self, request: bytes, context: Any) -> bytes:
         given = Given("GetFlightInfo", {"topic": "/".join(flight.read_descriptor(request).path)})
-        topic = await run(self._pools.calls, functools.partial(_topic, self._by(context), given))
+        topic = await run(self._pools.calls, functools.partial(_topic, await self._by(context), given))
         return _info(topic.name, topic.partitions, topic.id)
 
     async def _get_schema(self, request: bytes, context: Any) -> bytes:
-        self._by(context)
+        await self._by(context)
         return flight.result(SCHEMA.serialize())
 
     async def _check_health(self, request: bytes, context: Any) -> bytes:
@@ -230,6 +240,17 @@ def _answered(method: Callable[[Any, Any], Awaitable[bytes]]) -> Callable[[Any, 
         return b""
 
     return answer
+
+
+async def _end(task: asyncio.Task[Any], context: Any) -> None:
+    """End a method whose caller's token is not valid any more. gRPC sends no status for a task that was cancelled: the
+    client would wait for ever."""
+    task.cancel()
+    await asyncio.wait((task,))
+    # AbortError is how `abort` ends the method that calls it. The others say that the method has ended by itself, or
+    # that the client is gone.
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+        await _abort(context, unauthenticated())
 
 
 async def _abort(context: Any, error: Exception) -> None:

@@ -21,6 +21,7 @@ from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.hub import Hub
 from pxrs.remote import wire
 from pxrs.server.auth.gate import Gate
+from pxrs.server.auth.issuing import Issuer
 from pxrs.server.auth.names import HubNames
 from pxrs.server.grants import Grants
 from pxrs.server.pools import Pools
@@ -61,7 +62,7 @@ class Server:
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
         self._pools = Pools(settings.limits)
-        gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get))
+        gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get), issuer=Issuer(lambda: hub.registry))
         grants = Grants(hub.registry, settings.limits.leases_max)
         served = Served(hub, grants, uuid.uuid4().hex, gate, staging_of(hub))
         self._service = Service(served, self._pools, settings.limits)

@@ -33,7 +33,7 @@ from pxrs.publishing.staging.routing import by_column
 from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import WriteOptions
-from pxrs.spark.place import HubPlace, staging_at
+from pxrs.spark.place import HubPlace, end_tokens, staging_at
 from pxrs.spark.publishers import Publishers, made_again
 from pxrs.spark.sink_columns import check_columns
 from pxrs.spark.tasks import run_of
@@ -59,6 +59,8 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
     """The id of this start of the query (`run_of`)."""
     locations: str | None = None
     """The session's folder for the checkpoint locations of queries that were started without one."""
+    capability: str | None = None
+    """The id of the token that the task has had, if the hub is behind a server."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class Stager:
             staging_at(options.url).check_writable()
         return cls(HubPlace.of(options.url), topic, ignored)
 
+    def for_tasks(self, options: WriteOptions) -> Stager:
+        """The same for tasks, with a token if the hub is behind a server."""
+        topics = None if self.topic is None else [self.topic.id]
+        return replace(self, place=self.place.to_stage(options.url, topics))
+
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
         self.place.check()
         self.place.load()
@@ -102,7 +109,7 @@ class Stager:
                     by_column(lambda name: _topic_to_stage(log, name)), routed_writer(query), batch, task, rows
                 )
         files = tuple(StagedFile(topic.name, topic.id, each.name) for topic, each in found if each.name is not None)
-        return StagedMessage(query, files, run_of(context))
+        return StagedMessage(query, files, run_of(context), capability=self.place.capability)
 
 
 def _topic_to_stage(log: Log, name: str) -> Topic:
@@ -159,12 +166,16 @@ class BatchWriter(DriversWriter, BatchTask):
         self.options = options
 
     def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
-        return BatchTask, (self.stager, self.job)
+        return BatchTask, (self.stager.for_tasks(self.options), self.job)
 
     def commit(self, messages: Sequence[StagedMessage | None]) -> None:
         with contextlib.closing(Publishers()) as publishers:  # the job has one batch: nothing is kept open
             publishers.publish(self.options, self.stager.topic, self.job, 0, _parts(messages))
             publishers.forget_job(self.options, self.job)
+        end_tokens_of(self.options, messages)
+
+    def abort(self, messages: Sequence[StagedMessage | None]) -> None:
+        end_tokens_of(self.options, messages)
 
 
 class StreamTask(DataSourceStreamArrowWriter):  # type: ignore[misc]
@@ -195,10 +206,19 @@ class StreamWriter(StreamTask):
         self.options, self._checkpoints = options, checkpoints
 
     def __reduce__(self) -> tuple[type[object], tuple[object, ...]]:
-        return StreamTask, (self.stager,)
+        return StreamTask, (self.stager.for_tasks(self.options),)
 
     def commit(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
         publish_batch(self.options, self.stager.topic, messages, batchId, self._checkpoints)
+        end_tokens_of(self.options, messages)
+
+    def abort(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
+        end_tokens_of(self.options, messages)
+
+
+def end_tokens_of(options: WriteOptions, messages: Sequence[StagedMessage | None]) -> None:
+    """End the tokens that the tasks of a batch have had: no task of it runs any more."""
+    end_tokens(options.url, (message.capability for message in messages if message is not None))
 
 
 def publish_batch(

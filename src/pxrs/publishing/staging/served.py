@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import IO, Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -30,7 +31,7 @@ from pxrs.publishing.staging.frames import Piece
 from pxrs.remote import flight, wire
 from pxrs.remote.client.connection import Connection
 from pxrs.remote.client.faults import AWAY, Unanswered
-from pxrs.remote.client.transfers import Patience, answers, connected, messages
+from pxrs.remote.client.transfers import Patience, answers, ask, connected, messages
 
 _logger = logging.getLogger(__name__)
 
@@ -168,18 +169,14 @@ class ServedStaging(Staging):
     def __reduce__(self) -> tuple[type[ServedStaging], tuple[str, str | None]]:
         return ServedStaging, (self.url, self._token)
 
-    def connected(self) -> Any:
-        """A context manager: the connection of this process to the server."""
+    def connected(self) -> AbstractContextManager[Connection]:
+        """The connection of this process to the server."""
         return connected(self.url, self._token)
 
     def _ask(self, call: str, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make a call that may be repeated. Raises what the server answers; RegistryUnavailable if it stays away."""
         with self.connected() as connection:
-            try:
-                found: dict[str, Any] = connection.ask(f"staging.{call}", arguments or {}, connection.patience_s)
-            except Unanswered as error:
-                raise RegistryUnavailable(f"{connection.settings.shown}: {error}") from error
-            return found
+            return ask(connection, f"staging.{call}", arguments or {})
 
     def check_writable(self) -> None:
         self._ask("check_writable")

@@ -53,6 +53,14 @@ def connected(url: str, token: str | None) -> Iterator[Connection]:
         release(connection)
 
 
+def ask(connection: Connection, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a call that may be repeated. Raises what the server answers; RegistryUnavailable if it stays away."""
+    try:
+        return connection.ask(call, arguments, connection.patience_s)
+    except Unanswered as error:
+        raise RegistryUnavailable(f"{connection.settings.shown}: {error}") from error
+
+
 class Patience:
     """How often one transfer is begun again."""
 

@@ -48,7 +48,7 @@ def _topic(*actions: str) -> Decision:
 
     def decide(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
         name, id = _text(call, arguments, "topic"), arguments.get("topic_id")
-        if any(grants.may("topic", name, action) for action in actions):
+        if any(grants.may(kind, name, action) for kind in ("topic", "topic-name") for action in actions):
             return True
         if not isinstance(id, str) or not any(grants.may("topic-id", id, action) for action in actions):
             return False
@@ -67,15 +67,16 @@ def _topic_id(*actions: str) -> Decision:
     return decide
 
 
-def _any_topic(action: str) -> Decision:
-    """Needs the action on at least one topic."""
-    return lambda grants, names, call, arguments: grants.may_any("topic", action)
+def _stage(*actions: str) -> Decision:
+    """Needs one of these actions on the topic, or a capability to stage for it."""
 
+    def decide(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+        name, id = _text(call, arguments, "topic"), arguments.get("topic_id")
+        is_capable = isinstance(id, str) and grants.may("stage-id", id, "write") and names.topic(id) == name
+        is_capable = is_capable or grants.may("stage-name", name, "write")
+        return is_capable or _topic(*actions)(grants, names, call, arguments)
 
-def _stage(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
-    """A driver needs the permission to write to the topic; an executor has a capability for its query."""
-    query, id = _text(call, arguments, "query"), _text(call, arguments, "topic_id")
-    return grants.may("stage", f"{query}/{id}", "write") or _topic("write")(grants, names, call, arguments)
+    return decide
 
 
 def _announce(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
@@ -86,7 +87,8 @@ def _announce(grants: Grants, names: Names, call: str, arguments: Arguments) -> 
         raise InvalidArgument(f"{call}: feed is no JSON object") from error
     if not isinstance(id, str):
         raise InvalidArgument(f"{call}: feed names no topic")
-    return grants.may("topic-id", id, "read") or grants.may("topic", names.topic(id), "read")
+    name = names.topic(id)
+    return grants.may("topic-id", id, "read") or any(grants.may(kind, name, "read") for kind in ("topic", "topic-name"))
 
 
 def _create_topic(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
@@ -147,7 +149,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "hub.identity": _identity,
     "log.topics": _anyone,  # the answer has the topics that the caller may describe
     "log.damaged_topics": _anyone,
-    "log.topic": _topic("describe", "read"),
+    "log.topic": _stage("describe", "read"),
     "log.create_topic": _create_topic,
     "log.delete_topic": _topic("admin"),
     "topic.bounds": _topic("describe", "read"),
@@ -155,7 +157,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "topic.end_before": _topic("describe", "read"),
     "topic.plan_retention": _topic("admin"),
     "topic.trim": _hub_admin,
-    "topic.check_writable": _topic("write"),
+    "topic.check_writable": _stage("write"),
     "topic.retention_problem": _topic("describe"),
     "topic.subscribe": _topic("describe", "read"),
     "topic.unsubscribe": _anyone,
@@ -168,14 +170,16 @@ CALLS: Final[Mapping[str, Decision]] = {
     "registry.end": _writer,
     "registry.watch": _watch,
     "registry.unwatch": _anyone,
-    "staging.check_writable": _any_topic("write"),
+    "capability.create": _anyone,  # it permits no more than the caller's own token
+    "capability.end": _anyone,  # of the caller's own
+    "staging.check_writable": _writer,
     "staging.announce": _announce,
-    "staging.feeds": _any_topic("write"),
-    "staging.stage": _stage,
+    "staging.feeds": _writer,
+    "staging.stage": _stage("write"),
     "staging.read": _topic("write"),
     "staging.make_durable": _topic_id("write"),
     "staging.publish": _topic("write"),
-    "staging.remove": _stage,
+    "staging.remove": _stage("write"),
     "staging.clear": _topic_id("write"),
     "staging.forget_query": _topic_id("write"),
     "staging.sweep": _topic_id("write"),

@@ -18,9 +18,9 @@ What each role does with which keys, as recorded from real programs (tests/unit/
     taker of a queue          the same; reads and writes all of `items/<id>/`, reads and watches `takers/`, scans
                               `deleted/`; deletes outcomes of takers that are gone, and what is left of deleted queues
     administrator of a queue  the same; creates and deletes `queues/<queue>` and `standing/<id>`, writes `deleted/<id>`
-    driver of Spark           scans `spark/` and `spark/routed/`, reads `spark/registry`; writes
+    driver of Spark           scans `spark/` and `spark/routed/`, reads or creates `spark/registry`; writes
                               `spark/<topic id>/<query>` and `spark/routed/<hub>.<query>`
-    upkeep, in the server     writes `upkeep/`, `topics/<id>/start` and `spark/registry`
+    upkeep, in the server     writes `upkeep/` and `topics/<id>/start`
 
 A prefix is readable if every key below it is. The folders in `LISTED`, which hold keys of many groups, queues or
 topics, can be scanned by every caller, who gets the entries that it may read.
@@ -59,6 +59,7 @@ _TAKER: Final[Rights] = {"describe": "r", "put": "rc"}
 _OUTCOME: Final[Rights] = {"put": "rcpd"}
 _TOPIC: Final[Rights] = {"read": "r"}
 _GATE: Final[Rights] = {"read": "rcp"}
+"""For members of groups only: who gives a group a checkpoint writes the gate (O10)."""
 _MANIFEST: Final[Rights] = {"write": "rcpd"}
 _SOURCE: Final[Rights] = {"describe": "r", "admin": "rcpd"}
 _INTERNAL: Final[Rights] = {"read": "r"}
@@ -74,9 +75,10 @@ _NAMED: Final = {
     "sources/": ("topic", "describe", ""),
 }
 """Folders whose keys go on with a name: its kind, the action that lets a caller read the keys, and what follows."""
-_OPEN: Final = frozenset({"groups", "spark/registry"})
-"""Keys that every caller may read: the id of the registry, and one that does not exist, which workers read to find out
-whether the registry answers."""
+_REGISTRY_ID: Final = "spark/registry"
+"""The key with the id of the registry. Every caller may read it, and who may write anything may create it."""
+_OPEN: Final = "groups"
+"""A key that does not exist. Every caller may read it: workers do, to find out whether the registry answers."""
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 PAGE: Final = 1_000
 """How many entries are read at a time of a folder that the caller may read in part."""
@@ -112,15 +114,17 @@ def letters_of(grants: Grants, names: Names, key: str) -> str:
         return "rcpd" if grants.is_admin else ""  # the registry refuses the key, with an error that says why
     if key.startswith(HIDDEN):
         return ""
+    if key == _REGISTRY_ID:
+        return "rc" if grants.is_writer else "r"
     is_internal = _is_internal(key)
     if grants.is_admin:
         return "r" if is_internal else "rcpd"
-    found = "r" if grants.is_reader or key in _OPEN else ""
+    found = "r" if grants.is_reader or key == _OPEN else ""
     if grants.may("registry", key, "write"):
         found += "r" if is_internal else "rcpd"
     elif grants.may("registry", key, "read"):
         found += "r"
-    subject = _subject(names, key)
+    subject = _subject(grants, names, key)
     if subject is not None:
         for action, letters in subject.rights.items():
             if subject.is_any:
@@ -132,11 +136,10 @@ def letters_of(grants: Grants, names: Names, key: str) -> str:
 
 
 def _is_internal(key: str) -> bool:
-    is_start = key.startswith("topics/") and key.endswith("/start")
-    return is_start or key == "spark/registry" or key.startswith(INTERNAL)
+    return key.startswith(INTERNAL) or (key.startswith("topics/") and key.endswith("/start"))
 
 
-def _subject(names: Names, key: str) -> _Subject | None:
+def _subject(grants: Grants, names: Names, key: str) -> _Subject | None:
     """None if the key belongs to nothing that is known here."""
     match key.split("/"):
         case ["groups", group, *rest]:
@@ -158,9 +161,8 @@ def _subject(names: Names, key: str) -> _Subject | None:
         case ["outcomes", *_]:
             return _Subject("queue", _OUTCOME, None, is_any=True)
         case ["topics", id, *rest]:
-            return _Subject("topic", _GATE if rest == ["gate"] else _TOPIC, _name_of(names.topic, id))
-        case ["spark", "registry"]:
-            return None
+            is_gate = rest == ["gate"] and grants.may_any("group", "member")
+            return _Subject("topic", _GATE if is_gate else _TOPIC, _name_of(names.topic, id))
         case ["spark", "routed", *_]:
             return _Subject("topic", _MANIFEST, None)
         case ["spark", id, *_]:
@@ -238,6 +240,8 @@ def _is_new_queue(grants: Grants, names: Names, key: str, value_of: Callable[[st
 
 def _may_put(grants: Grants, names: Names, key: str, value_of: Callable[[str], bytes]) -> bool:
     """What a put of this value needs beside the right to put the key."""
+    if key == _REGISTRY_ID:
+        return _ID.fullmatch(value_of(key).decode(errors="replace")) is not None
     if grants.is_admin or grants.may("registry", key, "write"):
         return True
     match key.split("/"):
