@@ -164,11 +164,11 @@ def _create_capability(served: Served, given: Given, at: float) -> Result:
         raise InvalidArgument(f"{given.call}: seconds is not between 0 and {CAPABILITY_S_MAX}")
     lease = None if secret is None else served.grants.find(secret)
     found = served.gate.issue(served.caller, given.texts("read"), given.texts("stage"), seconds, lease)
-    return {"id": None, "token": None} if found is None else {"id": found[0], "token": found[1]}
+    return {"capability": None, "token": None} if found is None else {"capability": found[0], "token": found[1]}
 
 
 def _end_capability(served: Served, given: Given, at: float) -> Result:
-    served.gate.end(served.caller, given.text("id"))
+    served.gate.end(served.caller, given.text("capability"))
     return {}
 
 

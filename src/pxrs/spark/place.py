@@ -66,7 +66,7 @@ def end_tokens(url: str, capabilities: Iterable[str | None]) -> None:
     published, and the tokens end by themselves later."""
     for each in {*capabilities} - {None}:
         try:
-            _ask(url, "capability.end", {"id": each})
+            _ask(url, "capability.end", {"capability": each})
         except PxrsError as error:
             _logger.warning("a token for tasks stays valid until its time is over: %s", error)
 
@@ -132,7 +132,7 @@ class HubPlace:
             return self
         asked = {"read": list(read), "stage": list(stage), "seconds": TOKEN_S, "lease": lease}
         found = _ask(url, "capability.create", asked)
-        return replace(self, token=found["token"], capability=found["id"])
+        return replace(self, token=found["token"], capability=found["capability"])
 
     @property
     def is_served(self) -> bool:
