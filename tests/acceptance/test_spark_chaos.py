@@ -23,6 +23,7 @@ import pytest
 
 import pxrs
 from pxrs.errors import UnknownGroup
+from pxrs.server.auth import tokens
 from pxrs.spark.home import link_home
 from pxrs.testing.servers import EtcdServer, HubServer, PostgresServer, ZooKeeperServer
 from pxrs.testing.transfer import rows_of, transfer
@@ -120,6 +121,8 @@ class Chaos(ExitStack):
         self.is_served = is_served
         self.server: HubServer | None = None
         self.audit = folder / "audit"
+        self.token: str | None = None
+        """The drivers' token, if the hub is behind a server."""
         self.worker: SparkWorker | None = None
         self.drivers: list[Driver] = []
         self.kills: list[str] = []
@@ -144,7 +147,12 @@ class Chaos(ExitStack):
             self.master = spark.url
         address = self._start_registry()
         if self.is_served:
-            self.server = self.enter_context(HubServer(self.folder / "data", address))
+            allow = ["topic:in=read", "topic:out=write", "group:g=member"]
+            _, self.token = tokens.create(str(self.folder / "tokens"), "drivers", allow, now=time.time())
+            (self.folder / "events").mkdir()
+            self.variables["CHAOS_EVENTS"] = str(self.folder / "events")
+            flags = ["--auth", str(self.folder / "tokens")]
+            self.server = self.enter_context(HubServer(self.folder / "data", address, flags=flags))
         elif address is not None:
             self.variables["CHAOS_REGISTRY"] = address
         self.hub = self.enter_context(pxrs.open(self.folder / "data", registry=address))
@@ -167,6 +175,11 @@ class Chaos(ExitStack):
         assert started
         return [line for line in lines if line not in started]
 
+    def files_with(self, *secrets: str) -> list[Path]:
+        """The files that any process of Spark has left, and that hold one of these texts: logs, events, checkpoints."""
+        data = [path for path in self.folder.rglob("*") if path.is_file() and "local" not in path.parts]
+        return [path for path in data if any(secret.encode() in path.read_bytes() for secret in secrets)]
+
     def _start_registry(self) -> str | None:
         """Its address; None if it is in the hub's directory."""
         match self.registry:
@@ -186,7 +199,8 @@ class Chaos(ExitStack):
 
     def start(self) -> None:
         url, lease_ttl = (self.hub.url, LEASE_TTL_S) if self.server is None else (self.server.url, SERVED_LEASE_TTL_S)
-        self.drivers.append(Driver(self.master, url, self.folder, self.variables, lease_ttl))
+        variables = {**self.variables, "PXRS_TOKEN": self.token} if self.token else self.variables
+        self.drivers.append(Driver(self.master, url, self.folder, variables, lease_ttl))
         self.callback(self.driver.close)
 
     def arrived(self) -> int:
@@ -330,12 +344,16 @@ def test_s3_twelve_kills_of_the_driver_with_a_standalone_cluster_leave_every_mes
 
 
 def test_s3_k5_executors_that_never_open_the_hubs_directory_with_a_driver_and_the_server_killed(tmp_path: Path) -> None:
-    """The executors have neither the hub's directory nor its registry: they fetch and stage through the server."""
+    """The executors have neither the hub's directory nor its registry, nor the driver's token: they fetch and stage
+    through the server, each batch with a token of its own."""
     with Chaos(tmp_path, master="standalone", is_served=True) as chaos:
         kills = ["server", "driver"] * (5 if SOAK else 1)
         chaos.random.shuffle(kills)
         run(chaos, kills)
         assert chaos.opened() == [], chaos.tell("executors opened files of the hub")
+        assert list((tmp_path / "events").iterdir())
+        assert chaos.token is not None
+        assert chaos.files_with(chaos.token, "pxrsc_") == [], "a token is in a log or in an event of Spark"
         # The same hook, in a process that does read the directory.
         look = f"import pxrs; pxrs.open({chaos.hub.url!r}).topic('in').to_arrow()"
         subprocess.run([sys.executable, "-c", look], env=chaos.variables | chaos.audited(), check=True)

@@ -3,6 +3,7 @@ what the caller is told when an answer does not come."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import uuid
@@ -26,6 +27,7 @@ from pxrs.errors import (
     ReadFailed,
     RegistryUnavailable,
     TopicDeleted,
+    TopicExists,
     Unauthenticated,
     UsedAfterFork,
     WireMismatch,
@@ -36,6 +38,7 @@ from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
 from pxrs.registry import Registry
 from pxrs.remote import flight, wire
 from pxrs.remote.client import arming, connection
+from pxrs.remote.client import log as log_module
 from pxrs.testing.log_fixtures import new_topic, records
 from pxrs.testing.waiting import aside, eventually
 from tests.unit.remote_peer import Peer, Stream
@@ -63,6 +66,14 @@ def open_topic(peer: Peer, options: str = "") -> tuple[Log, TopicLog, Stream]:
     assert (request["call"], request["topic"]) == ("log.topic", "orders")
     control.answer(request, topic=wire.topic_to_dict(TOPIC))
     return log, opening.result(), control
+
+
+def stop(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    """Stop the peer, and wait until the client has noticed it: until then it may send a batch on the dead connection,
+    and not know whether that arrived."""
+    caplog.set_level(logging.INFO, "pxrs.remote.client.link")
+    peer.stop()
+    eventually(lambda: "connecting again" in caplog.text)
 
 
 def append(partition: int = 0, sequence: int = 0) -> Append:
@@ -104,11 +115,10 @@ def test_w1_a_commit_that_only_looks_had_no_effect(peer: Peer) -> None:
         assert type(committing.exception()) is RegistryUnavailable
 
 
-def test_w1_a_commit_that_was_not_sent_had_no_effect(peer: Peer) -> None:
+def test_w1_a_commit_that_was_not_sent_had_no_effect(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     registry, _ = open_registry(peer, "?timeout=0.3")
     with registry:
-        peer.stop()
-        eventually(lambda: isinstance(aside(lambda: registry.get("a")).exception(), RegistryUnavailable))
+        stop(peer, caplog)
         with pytest.raises(RegistryUnavailable):
             registry.commit(put={"a": b"1"})
 
@@ -323,6 +333,62 @@ def test_readers_that_wait_one_after_the_other_share_a_subscription(peer: Peer) 
     log.close()
 
 
+# Topics.
+
+
+def test_a_topic_whose_creation_was_not_answered_is_known_by_its_id(peer: Peer) -> None:
+    log = open_log(peer.url)
+    exists = {"code": "log.topic-exists", "bases": ["log"], "message": "there is a topic 'orders' already"}
+    for there in (TOPIC, new_topic("orders")):
+        creating = aside(lambda: log.create_topic(TOPIC))
+        control = peer.control()
+        request = control.next()
+        assert (request["call"], request["settings"]["id"]) == ("log.create_topic", TOPIC.id)
+        control.cut()
+        control = peer.control()
+        control.say(id=control.next()["id"], error=exists)
+        request = control.next()
+        assert request["call"] == "log.topics"
+        control.answer(request, topics=[wire.topic_to_dict(there)])
+        if there is TOPIC:
+            assert creating.result().topic == TOPIC, "the first try has made it"
+        else:
+            assert isinstance(creating.exception(), TopicExists)
+        control.cut()
+    log.close()
+
+
+def test_a_deletion_is_sent_once(peer: Peer) -> None:
+    log, _, control = open_topic(peer)
+    deleting = aside(lambda: log.delete_topic("orders"))
+    assert control.next()["call"] == "log.delete_topic"
+    control.cut()
+    assert isinstance(deleting.exception(), OutcomeUnknown)
+    listing = aside(log.topics)
+    control = peer.control()
+    request = control.next()
+    assert request["call"] == "log.topics", "the deletion was sent again"
+    control.answer(request, topics=[])
+    listing.result()
+    log.close()
+
+
+def test_the_identity_of_the_hub_is_asked_for_now_and_then(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, _, control = open_topic(peer)
+    asking = aside(lambda: log.identity(joins=True))
+    request = control.next()
+    assert (request["call"], request["joins"]) == ("hub.identity", True)
+    control.answer(request, hub="h", place="there")
+    assert asking.result() == ("h", "there")
+    assert log.identity(joins=False) == ("h", "there")
+    assert control.is_quiet()
+    monkeypatch.setattr(log_module, "IDENTITY_S", 0.0)
+    asking = aside(lambda: log.identity(joins=False))
+    control.answer(control.next(), hub=None, place="")
+    assert asking.result() is None
+    log.close()
+
+
 # Reading.
 
 
@@ -418,10 +484,10 @@ def test_w1_an_append_whose_answer_is_lost_may_be_stored_and_is_not_sent_again(p
     log.close()
 
 
-def test_an_append_waits_for_a_server_before_it_is_sent(peer: Peer) -> None:
+def test_an_append_waits_for_a_server_before_it_is_sent(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     log, topic, _ = open_topic(peer)
     port = peer.port
-    peer.stop()
+    stop(peer, caplog)
     appending = aside(lambda: topic.append([append()]))
     with Peer(port) as next_peer:
         next_peer.control()
@@ -433,9 +499,11 @@ def test_an_append_waits_for_a_server_before_it_is_sent(peer: Peer) -> None:
         log.close()
 
 
-def test_an_append_that_was_not_sent_within_the_patience_is_not_stored(peer: Peer) -> None:
+def test_an_append_that_was_not_sent_within_the_patience_is_not_stored(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
     log, topic, _ = open_topic(peer, "?patience=0.3")
-    peer.stop()
+    stop(peer, caplog)
     (outcome,) = topic.append([append()])
     assert isinstance(outcome, NotStored)
     assert type(outcome.error) is AppendFailed

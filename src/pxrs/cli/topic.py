@@ -19,7 +19,7 @@ import pxrs
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
 from pxrs.cli.options import At, ExistOk, Json, MaybeAt, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
-from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
+from pxrs.errors import DamagedFrame, InvalidRecord, InvalidUrl, LogError, PxrsError, TopicExists, UnknownTopic
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
@@ -371,6 +371,8 @@ def check(directory: Path, as_json: Json = False) -> None:
     """
     from pxrs.log.directory.check import check as check_log
 
+    if str(directory).startswith("pxrs:"):
+        raise InvalidUrl("pxrs check reads the files of a hub: run it on the server's host, with the hub's directory")
     findings, messages, size = [], 0, 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     err = Console(stderr=True)

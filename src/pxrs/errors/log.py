@@ -237,7 +237,8 @@ class LogBusy(AppendFailed):
 
 
 class ReadFailed(LogError):
-    """The operating system could not read the log. Nothing was changed; try again, or look at the disk."""
+    """The operating system could not read the log, or the server that keeps it did not answer. Nothing was changed; try
+    again, or look at the disk or the server."""
 
     code = "log.read-failed"
 

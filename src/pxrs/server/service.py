@@ -119,7 +119,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         for task, (caller, context) in list(self._open.items()):
             if not gate.is_valid(caller):
                 del self._open[task]
-                ending = asyncio.create_task(_end(task, context))
+                ending = asyncio.create_task(_end(task, context, is_accepted=gate.is_accepted(caller)))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
 
@@ -242,14 +242,17 @@ def _answered(method: Callable[[Any, Any], Awaitable[bytes]]) -> Callable[[Any, 
     return answer
 
 
-async def _end(task: asyncio.Task[Any], context: Any) -> None:
-    """End a method whose caller's token is not valid any more. gRPC sends no status for a task that was cancelled: the
-    client would wait for ever."""
+async def _end(task: asyncio.Task[Any], context: Any, *, is_accepted: bool) -> None:
+    """End a method whose caller's token is not accepted any more; or is, with other permissions than before, so that
+    the client is to connect again. gRPC sends no status for a task that was cancelled: the client would wait for
+    ever."""
     task.cancel()
     await asyncio.wait((task,))
     # AbortError is how `abort` ends the method that calls it. The others say that the method has ended by itself, or
     # that the client is gone.
     with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+        if is_accepted:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the permissions of the token have changed: connect again")
         await _abort(context, unauthenticated())
 
 

@@ -12,10 +12,11 @@ import pxrs
 from pxrs.errors import Conflict, InvalidArgument, NotPermitted, TopicDeleted, UnknownTopic
 from pxrs.registry.memory import MemoryRegistry
 from pxrs.registry.values import ABSENT
+from pxrs.server.auth.decisions import is_permitted
 from pxrs.server.auth.gate import ANYONE, Caller, Gate, visible_conflict
 from pxrs.server.auth.keys import may_scan, scan_visible
 from pxrs.server.auth.names import HubNames
-from pxrs.server.auth.permissions import Grant, Grants, parse_grants
+from pxrs.server.auth.permissions import NAMES_MAX, Grant, Grants, parse_grants
 from pxrs.server.auth.tokens import Token
 from tests.unit.server.permitted import (
     MAIL,
@@ -24,6 +25,7 @@ from tests.unit.server.permitted import (
     ORDERS,
     SECRET_QUEUE,
     SECRET_TOPIC,
+    FixedNames,
     may,
     may_commit,
 )
@@ -70,6 +72,16 @@ def test_a_pattern_is_a_name_or_the_beginning_of_names(pattern: str, permitted: 
     assert not any(may(grants, "DoGet", topic=name) for name in refused)
 
 
+def test_w5_what_is_remembered_of_names_is_bounded() -> None:
+    grants = Grants.parse(["topic:a*=read"])
+    assert all(grants.may("topic", f"a{number}", "read") for number in range(NAMES_MAX + 10))
+    assert len(grants._known) <= NAMES_MAX
+    grants = Grants.parse(["topic:a*=read"])
+    assert grants.may("topic", "a" * 1_000_000, "read")
+    assert not grants.may("topic", "b" * 1_000_000, "read")
+    assert not grants._known
+
+
 # Keys.
 
 
@@ -98,6 +110,17 @@ def test_keys_of_ids_are_permitted_by_the_name_that_the_server_knows() -> None:
         assert not may(WORKER, "registry.scan", prefix=f"items/{id}/"), id
     assert not may(["topic:orders=write"], "registry.get", key=f"spark/{SECRET_TOPIC}/query")
     assert not may(["topic:orders=write"], "registry.get", key="spark/orders/query"), "a name where an id belongs"
+
+
+def test_what_has_not_the_form_of_an_id_names_no_queue_whatever_is_stored_for_it() -> None:
+    class Stored(FixedNames):
+        def queue(self, id: str) -> str | None:
+            return "mail"  # a key `standing/*` would stand for all ids, and be read with the prefix `items/`
+
+    grants = Grants.parse(WORKER)
+    assert not may_scan(grants, Stored(), "items/")
+    assert not is_permitted(grants, Stored(), "registry.watch", {"prefixes": ["standing/"]})
+    assert is_permitted(grants, Stored(), "registry.watch", {"prefixes": [f"items/{MAIL}/"]})
 
 
 def test_a_client_cannot_give_the_id_of_a_queue_another_name() -> None:

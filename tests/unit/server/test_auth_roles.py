@@ -1,25 +1,21 @@
 """The grants that docs/serve.md gives to each role suffice for real programs, and for nothing else.
 
-Each program runs on a hub whose registry asks a gate before every call, as a server does."""
+Each program runs over a server that has a tokens file, with a token that has these grants."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import pxrs
+from pxrs import disk
 from pxrs.errors import NotPermitted
 from pxrs.group.records import Keys
-from pxrs.registry import Entry
-from pxrs.remote import wire
 from pxrs.server.auth import tokens
-from pxrs.server.auth.gate import Gate
-from pxrs.server.auth.names import HubNames
+from pxrs.server.serving import ServerSettings, serving
 from pxrs.testing.waiting import eventually
 
 
@@ -42,53 +38,16 @@ def data(tmp_path: Path) -> str:
 
 @contextmanager
 def hub_with(url: str, *allow: str) -> Iterator[pxrs.Hub]:
-    """The hub, whose registry permits what a token with these grants does."""
-    path = f"{url}.tokens"
+    """The hub over a server that permits what a token with these grants does."""
+    path, shown = f"{url}.tokens", Path(f"{url}.token")
     _, secret = tokens.create(path, "role", allow, now=0.0)
-    with pxrs.open(url, upkeep=False) as server, pxrs.open(url, upkeep=False) as hub:
-        gate = Gate(path, HubNames(server.topics, server.registry.get))
-        caller = gate.identify({"authorization": f"Bearer {secret}"})
-        check = functools.partial(gate.check, caller)
-        guard(hub.registry, check, functools.partial(gate.scan, caller))
+    shown.write_text(f"{secret}\n")
+    with (
+        pxrs.open(url, upkeep=False) as served,
+        serving(served, ServerSettings(auth=path)) as address,
+        pxrs.open(f"{address}?token_file={shown}") as hub,
+    ):
         yield hub
-
-
-def guard(registry: pxrs.registry.Registry, check: Callable[..., None], scan: Callable[..., list[Entry]]) -> None:
-    get_it, scan_it, commit_it = registry.get, registry.scan, registry.commit
-    watch_it, lease_it = registry.watch, registry.lease
-
-    def get(key: str) -> Entry | None:
-        check("registry.get", {"key": key})
-        return get_it(key)
-
-    def guarded_scan(prefix: str, after: str | None = None, limit: int | None = None) -> list[Entry]:
-        check("registry.scan", {"prefix": prefix})
-        return scan(scan_it, prefix, after, limit)
-
-    def commit(
-        expect: Mapping[str, int] = {},
-        put: Mapping[str, bytes] = {},
-        ephemeral: Mapping[str, bytes] = {},
-        lease: Any = None,
-        delete: Iterable[str] = (),
-        quiet: bool = False,
-    ) -> dict[str, int]:
-        delete = list(delete)
-        sent = {key: wire.text_of(value) for key, value in put.items()}
-        kept = {key: wire.text_of(value) for key, value in ephemeral.items()}
-        check("registry.commit", {"expect": dict(expect), "put": sent, "ephemeral": kept, "delete": delete})
-        return commit_it(expect, put, ephemeral, lease, delete, quiet)
-
-    def watch(*prefixes: str) -> Any:
-        check("registry.watch", {"prefixes": list(prefixes)})
-        return watch_it(*prefixes)
-
-    def lease(*given: Any, **options: Any) -> Any:
-        check("registry.lease", {})
-        return lease_it(*given, **options)
-
-    for name, each in {"get": get, "scan": guarded_scan, "commit": commit, "watch": watch, "lease": lease}.items():
-        setattr(registry, name, each)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +56,25 @@ def no_refusal_is_only_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None
     yield
     assert "NotPermitted" not in caplog.text
     assert "does not permit" not in caplog.text
+
+
+def test_a_producer(data: str) -> None:
+    with hub_with(data, "topic:orders=write") as hub:
+        with hub.producer("orders") as out:
+            out.send(b"more").result()
+        assert [topic.name for topic in hub.topics()] == ["orders"]
+        log = hub.topic("orders").log
+        assert sum(log.ends()) == 11
+        with pytest.raises(NotPermitted):
+            log.fetch({0: 0})
+        with pytest.raises(NotPermitted):
+            hub.producer("secret")
+        with pytest.raises(NotPermitted):
+            hub.create_topic("new")
+        with pytest.raises(NotPermitted):
+            hub.delete_topic("orders")
+        with pytest.raises(NotPermitted):
+            hub.consumer("orders", "billing")
 
 
 def test_a_consumer(data: str) -> None:
@@ -118,6 +96,37 @@ def test_a_consumer(data: str) -> None:
             hub.consumer("secret", "billing")
         with pytest.raises(NotPermitted):
             hub.group("billing").delete()
+
+
+def test_a_consumer_goes_on_when_its_token_gets_other_grants(data: str) -> None:
+    with (
+        hub_with(data, "topic:orders=read,write", "group:billing=member") as hub,
+        hub.consumer("orders", "billing") as consumer,
+    ):
+        assert eventually(lambda: consumer.poll(timeout=0.1))
+        path = Path(f"{data}.tokens")
+        disk.replace_file(str(path), path.read_text().replace("billing=member", "bill*=admin").encode())
+
+        def is_read_again() -> bool:
+            try:
+                hub.registry.get("groups/billed/leader")
+            except NotPermitted:
+                return False
+            return True
+
+        assert eventually(is_read_again)
+        with hub.producer("orders") as out:
+            for number in range(10):
+                out.send(b"new", key=b"%d" % number)
+        count = 0
+
+        def all_are_read() -> bool:
+            nonlocal count
+            count += sum(message.value == b"new" for message in consumer.poll(timeout=0.1))
+            return count == 10
+
+        assert eventually(all_are_read)
+        consumer.commit()
 
 
 def test_a_program_that_puts(data: str) -> None:
@@ -181,6 +190,11 @@ def test_a_dashboard(data: str) -> None:
     with hub_with(data, "topic:*=describe", "group:*=read") as hub:
         assert hub.groups() == ["others"]
         assert hub.group("others").describe().partitions
+        assert sum(hub.topic("secret").log.ends()) == 10
+        with pytest.raises(NotPermitted):
+            hub.topic("secret").log.read(0, 0)
+        with pytest.raises(NotPermitted):
+            hub.producer("orders")
         with pytest.raises(NotPermitted):
             hub.registry.lease(10)
         with pytest.raises(NotPermitted):

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import flight
 
 import pxrs
-from pxrs.errors import PxrsError
+from pxrs import disk
 from pxrs.log.batch import SCHEMA
 from pxrs.remote import wire
 from pxrs.server.auth import tokens
@@ -156,24 +156,44 @@ def test_w4_a_token_gets_what_it_permits_and_refusals_tell_nothing(place: Place)
     assert place.hub.topic("orders").log.end(0) == 1
 
 
-def test_w5_a_revoked_token_ends_its_open_streams(place: Place) -> None:
-    given = place.token("topic:orders=read,write")
-    accepted(place, given)
+def ended(place: Place, given: flight.FlightCallOptions, change: Callable[[], object]) -> BaseException:
+    """How a control stream ends after the tokens file was changed."""
     writer, reader = control(place, given)
-    ended: list[BaseException] = []
+    found: list[BaseException] = []
 
     def wait() -> None:
         try:
             while True:
                 reader.read_chunk()
-        except (pa.ArrowException, StopIteration, PxrsError) as error:
-            ended.append(error)
+        except (pa.ArrowException, StopIteration) as error:
+            found.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    tokens.revoke(place.path, "ci")
+    change()
     thread.join(PATIENCE_S)
-    assert ended
+    del writer
+    assert found, "the stream was not ended"
+    return found[0]
+
+
+def test_w5_a_revoked_token_ends_its_open_streams(place: Place) -> None:
+    given = place.token("topic:orders=read,write")
+    accepted(place, given)
+    assert isinstance(ended(place, given, lambda: tokens.revoke(place.path, "ci")), flight.FlightUnauthenticatedError)
     with pytest.raises(flight.FlightUnauthenticatedError):
         get(place, given, "orders")
-    del writer
+
+
+def test_w5_a_token_with_other_grants_ends_its_open_streams_and_the_client_may_come_back(place: Place) -> None:
+    given = place.token("topic:orders=read,write")
+    accepted(place, given)
+
+    def change() -> None:
+        text = Path(place.path).read_text()
+        disk.replace_file(place.path, text.replace("topic:orders=write", "topic:secret=read").encode())
+
+    assert isinstance(ended(place, given, change), flight.FlightUnavailableError)
+    assert get(place, given, "secret").num_rows == 1
+    with pytest.raises(flight.FlightUnauthorizedError):
+        put(place, given, "orders")

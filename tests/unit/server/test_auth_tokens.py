@@ -113,6 +113,7 @@ def test_a_new_token_is_accepted_and_a_revoked_one_ends_after_the_next_refresh(p
     assert gate.is_valid(caller), "not looked at yet"
     assert gate.refresh()
     assert not gate.is_valid(caller), "w5: the server ends its streams"
+    assert not gate.is_accepted(caller)
     for call in ("server.ping", "DoGet"):
         with pytest.raises(Unauthenticated):
             gate.check(caller, call, {"topic": "orders"})
@@ -129,11 +130,26 @@ def test_a_token_whose_grants_have_changed_must_identify_itself_again(path: str)
     content["tokens"][0]["allow"] = ["topic:orders=describe"]
     disk.replace_file(path, json.dumps(content).encode())
     assert gate.refresh()
-    assert not gate.is_valid(before)
+    assert not gate.is_valid(before), "what it has open is ended"
+    assert gate.is_accepted(before)
+    with pytest.raises(NotPermitted):
+        gate.check(before, "DoGet", {"topic": "orders"})
     after = gate.identify(bearer(secret))
     with pytest.raises(NotPermitted):
         gate.check(after, "DoGet", {"topic": "orders"})
     gate.check(after, "topic.bounds", {"topic": "orders"})
+
+
+def test_an_entry_whose_token_was_replaced_is_another_one(path: str) -> None:
+    _, secret = make(path)
+    gate = Gate(path, NAMES)
+    caller = gate.identify(bearer(secret))
+    content = json.loads(Path(path).read_text())
+    content["tokens"][0]["sha256"] = "0" * 64
+    disk.replace_file(path, json.dumps(content).encode())
+    assert gate.refresh()
+    assert not gate.is_accepted(caller)
+    assert not gate.is_valid(caller)
 
 
 def test_an_expired_token_is_refused_without_a_change_of_the_file(path: str) -> None:

@@ -68,7 +68,7 @@ class Connection:
         if is_renewal:
             return self._call(name, arguments, until, is_renewal)
         if not self._places.acquire(timeout=timeout_s):
-            raise Unanswered(f"{self.settings.shown}: {CALLS_MAX} calls of this process wait", was_sent=False)
+            raise Unanswered(f"{CALLS_MAX} calls of this process have no answer yet", was_sent=False)
         try:
             return self._call(name, arguments, until, is_renewal)
         finally:
@@ -105,7 +105,7 @@ class Connection:
                 if time.monotonic() + pause_s >= until:
                     if isinstance(error, Unanswered):
                         raise
-                    raise Unanswered(f"{self.settings.shown}: {error}", was_sent=False) from error
+                    raise Unanswered(str(error), was_sent=False) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 

@@ -8,6 +8,7 @@ registry or the log.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import grpc
@@ -25,11 +26,13 @@ _REFUSALS: Final = frozenset(
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.OUT_OF_RANGE,
     }
 )
 """Statuses without an error of pxrs that will be the same if the call is made again."""
+
+
+_REPEATED: Final = re.compile(r"^failed to connect to all addresses; last error: (?:[A-Z]+: )?(?:ipv[46]:\S+ )?")
 
 
 class Unanswered(Exception):
@@ -60,14 +63,17 @@ def error_in(failure: Any) -> PxrsError | None:
 
 
 def text_of(failure: Any) -> str:
-    """What gRPC says about a failed call."""
-    code = failure.code()
-    return f"{failure.details() or 'no details'} ({'unknown' if code is None else code.name})"
+    """What gRPC says about a failed call, without what it repeats."""
+    code, text = failure.code(), failure.details() or "no details"
+    return f"{_REPEATED.sub('', text)} ({'unknown' if code is None else code.name})"
 
 
 def is_lasting(failure: Any) -> bool:
     """Whether a call that has failed without an error of pxrs will fail again."""
-    return failure.code() in _REFUSALS
+    is_too_long = failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (
+        failure.details() or ""
+    )
+    return is_too_long or failure.code() in _REFUSALS
 
 
 def lasting_refusal(failure: Any, where: str) -> Exception | None:

@@ -96,7 +96,7 @@ class Link:
                         raise copy.copy(self._refusal)
                     left = until - time.monotonic()
                     if left <= 0:
-                        raise Unanswered(f"{self._settings.shown}: {self._why}", was_sent=False)
+                        raise Unanswered(self._why, was_sent=False)
                     self._changed.wait(left)
                     self._check_open()
                 return self._stream

@@ -56,7 +56,7 @@ class Session:
             except (Unanswered, *AWAY) as error:
                 self.connection()  # raises Closed if the log was closed meanwhile
                 if isinstance(error, Refused) or time.monotonic() + pause_s >= until:
-                    raise ReadFailed(f"{self.url}: {error}") from error
+                    raise ReadFailed(f"{self.url}: {error}; does `pxrs serve` run there?") from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 

@@ -2,7 +2,8 @@
 
 The server calls `identify` once for each call of gRPC, `check` before each call has any effect (W4), and `refresh`
 about once a second. After each `refresh` it ends the streams whose caller is not valid any more (W5): the token was
-revoked, has expired, or permits something else now, so that the client connects again and gets what is permitted now.
+revoked or has expired; or, if it is still accepted, it permits something else now, so that the client connects again
+and has open what is permitted now.
 
 Threads share a gate. `identify` and `is_valid` never block. `refresh` reads a file. `check`, `scan` and `shown` may ask
 the log and the registry for the name that belongs to an id, if the call names keys of the registry, or a topic by a
@@ -175,22 +176,36 @@ class Gate:
         if caller.token is not None and self._issuer is not None and caller.capability is None:
             self._issuer.end(query, caller.token.id)
 
-    def is_valid(self, caller: Caller) -> bool:
-        """Whether the caller's token is still accepted, with the same permissions."""
+    def is_accepted(self, caller: Caller) -> bool:
+        """Whether the caller's token is still accepted, with whatever permissions."""
+        return self._grants(caller) is not None
+
+    def _grants(self, caller: Caller) -> Grants | None:
+        """What the caller may do now, as far as the file was read; None if its token is not accepted any more."""
         if caller.token is None:
-            return self._path is None
-        if caller.capability is not None and (self._issuer is None or not self._issuer.is_valid(caller.capability)):
-            return False
-        return self._tokens.by_id.get(caller.token.id) == caller.token and not caller.token.is_expired(
-            self._wall_time()
-        )
+            return caller.grants if self._path is None else None
+        now = self._tokens.by_id.get(caller.token.id)
+        if now is None or now.is_expired(self._wall_time()):
+            return None
+        is_same = (now.sha256, now.certificate) == (caller.token.sha256, caller.token.certificate)
+        if caller.capability is None:
+            return now.grants if is_same else None
+        # What an executor may do was computed from the driver's permissions, which may have changed.
+        is_alive = self._issuer is not None and self._issuer.is_valid(caller.capability)
+        return caller.grants if is_same and is_alive and now.grants == caller.token.grants else None
+
+    def is_valid(self, caller: Caller) -> bool:
+        """Whether the caller's token is still accepted, with the same permissions. If it is not, what the caller has
+        open is to be ended."""
+        return self._grants(caller) == caller.grants
 
     def check(self, caller: Caller, call: str, arguments: Mapping[str, Any]) -> None:
         """Raises NotPermitted; Unauthenticated if the token is not valid any more; InvalidArgument if what the decision
         needs is not there."""
-        if not self.is_valid(caller):
+        grants = self._grants(caller)
+        if grants is None:
             raise unauthenticated()
-        if not is_permitted(caller.grants, self._names, call, arguments):
+        if not is_permitted(grants, self._names, call, arguments):
             raise _not_permitted(call)
 
     def topics(self, caller: Caller, topics: Iterable[T], name: Callable[[T], str]) -> list[T]:

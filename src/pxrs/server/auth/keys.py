@@ -120,10 +120,11 @@ def letters_of(grants: Grants, names: Names, key: str) -> str:
     if grants.is_admin:
         return "r" if is_internal else "rcpd"
     found = "r" if grants.is_reader or key == _OPEN else ""
-    if grants.may("registry", key, "write"):
-        found += "r" if is_internal else "rcpd"
-    elif grants.may("registry", key, "read"):
-        found += "r"
+    if grants.has_prefixes:
+        if grants.may("registry", key, "write"):
+            found += "r" if is_internal else "rcpd"
+        elif grants.may("registry", key, "read"):
+            found += "r"
     subject = _subject(grants, names, key)
     if subject is not None:
         for action, letters in subject.rights.items():
@@ -242,7 +243,7 @@ def _may_put(grants: Grants, names: Names, key: str, value_of: Callable[[str], b
     """What a put of this value needs beside the right to put the key."""
     if key == _REGISTRY_ID:
         return _ID.fullmatch(value_of(key).decode(errors="replace")) is not None
-    if grants.is_admin or grants.may("registry", key, "write"):
+    if grants.is_admin or (grants.has_prefixes and grants.may("registry", key, "write")):
         return True
     match key.split("/"):
         case ["groups", _, folder, id, *_] if folder in _OF_A_TOPIC:
@@ -290,7 +291,7 @@ def _beginnings(grants: Grants, prefix: str) -> list[tuple[str, bool]]:
     """What the keys below this prefix that the caller may read begin with, in order, and whether that is a whole key.
     No beginning includes another one, and what lies between them need not be scanned."""
     kind, action, end = _NAMED.get(prefix, ("", "", ""))
-    if not kind or any(grant.kind == "registry" for grant in grants.grants):
+    if not kind or grants.has_prefixes:
         return [(prefix, False)]
     return sorted(
         (f"{prefix}{name.removesuffix('*')}{'' if name.endswith('*') else end}", not end and not name.endswith("*"))

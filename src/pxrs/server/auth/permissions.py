@@ -61,6 +61,9 @@ _DERIVED: Final[Mapping[str, frozenset[str]]] = {
 """Kinds of grants that only a capability has (`capabilities`): to read ranges of topics, and to stage rows for them."""
 _NAME: Final = re.compile(r"(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\*?)")
 _PREFIX: Final = re.compile(r"([!-.0-:<-~]+/)+")
+NAMES_MAX: Final = 10_000
+NAME_CHARACTERS_MAX: Final = 512
+"""For how many names, and of which length, `Grants` remembers what is permitted."""
 GRANTS_MAX: Final = 1_000
 """How many grants one token may have."""
 
@@ -152,8 +155,32 @@ class Grants:
         permitted only to who may do it to all names."""
         if self.is_admin or (self.is_reader and action in READING):
             return True
-        granted = self._by_right.get((kind, action), ())
-        return any(grant.pattern == "*" if name is None else grant.is_for(name) for grant in granted)
+        known = self._known.get((kind, name))
+        if known is None and name is not None and len(name) > NAME_CHARACTERS_MAX:
+            return action in self._actions(kind, name)  # a client chose it: what is remembered is bounded
+        if known is None:
+            if len(self._known) >= NAMES_MAX:
+                self._known.clear()
+            known = self._known[kind, name] = self._actions(kind, name)
+        return action in known
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str | None], frozenset[str]]:
+        """What `_actions` has returned: the same few names are asked for again and again."""
+        return {}
+
+    def _actions(self, kind: str, name: str | None) -> frozenset[str]:
+        """The actions that the grants of this kind permit on this name."""
+        return frozenset(
+            action
+            for (of, action), granted in self._by_right.items()
+            if of == kind and any(grant.pattern == "*" if name is None else grant.is_for(name) for grant in granted)
+        )
+
+    @cached_property
+    def has_prefixes(self) -> bool:
+        """Whether there is a grant of kind `registry`."""
+        return any(grant.kind == "registry" for grant in self.grants)
 
     def may_any(self, kind: str, action: str) -> bool:
         """Whether the action is permitted on at least one name."""
