@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
@@ -248,26 +249,26 @@ async def stage(
     task = given.whole("task")
     staging = _staging(served)
     topic = await run(pools.staging, functools.partial(_topic, served, "staging.stage", given))
-    file = await run(pools.staging, functools.partial(staging.create, topic.topic, query, batch, task))
+    upload = _Upload(topic, lambda: staging.create(topic.topic, query, batch, task))
     is_finished = False
     try:
         async for message in messages:
             data = flight.read_flight_data(message)
             if not len(data.header):
-                found = await run(pools.staging, functools.partial(_finish, file, data))
+                found = await run(pools.staging, functools.partial(upload.finish, data))
                 is_finished = True
                 yield flight.result(wire.dumps(found))
                 break
             taken = await budget.take(len(message), MORE_S_MAX)
             try:
-                await run(pools.staging, functools.partial(_add, topic, file, data))
+                await run(pools.staging, functools.partial(upload.add, data))
             finally:
                 await budget.give_back(taken)
     except OSError as error:
         raise log_error(error) from error
     finally:
         if not is_finished:
-            await run(pools.staging, file.discard)
+            await run(pools.staging, upload.discard)
 
 
 def _topic(served: Served, call: str, given: Given) -> TopicLog:
@@ -276,24 +277,49 @@ def _topic(served: Served, call: str, given: Given) -> TopicLog:
     return served.topic(given)
 
 
-def _add(topic: TopicLog, file: NewFile, data: flight.FlightData) -> None:
-    append, _ = read_append(data)
-    if not 0 <= append.partition < topic.partitions:
-        raise InvalidRecord(f"{topic.name} has no partition {append.partition}; it has 0 to {topic.partitions - 1}")
-    file.add(Piece(append.partition, append.payload))
+class _Upload:
+    """The file of one stream. Its methods run on threads of a pool. If the stream breaks, `discard` is called although
+    another call may still run, which then leaves nothing either."""
 
+    def __init__(self, topic: TopicLog, create: Callable[[], NewFile]) -> None:
+        self._topic, self._create = topic, create
+        self._lock = threading.Lock()
+        self._file: NewFile | None = None
+        self._is_discarded = False
 
-def _finish(file: NewFile, data: flight.FlightData) -> Result:
-    """The last message says how many rows there are: a client that has sent fewer has a fault."""
-    try:
-        rows = Given("DoPut", wire.loads(data.app_metadata)).whole("rows")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRecord("the last message of a staged file must say how many rows it has") from error
-    staged = file.finish()
-    if staged.rows != rows:
-        file.discard()
-        raise InvalidRecord(f"{staged.rows:,} rows have come of a staged file that has {rows:,}")
-    return {"file": staged.name, "rows": staged.rows}
+    def _opened(self) -> NewFile:
+        """Under the lock: the file, which is made for the first batch."""
+        if self._is_discarded:
+            raise InvalidRecord("the stream has ended")
+        if self._file is None:
+            self._file = self._create()
+        return self._file
+
+    def add(self, data: flight.FlightData) -> None:
+        append, _ = read_append(data)
+        number, most = append.partition, self._topic.partitions - 1
+        if not 0 <= number <= most:
+            raise InvalidRecord(f"{self._topic.name} has no partition {number}; it has 0 to {most}")
+        with self._lock:
+            self._opened().add(Piece(number, append.payload))
+
+    def finish(self, data: flight.FlightData) -> Result:
+        """The last message says how many rows there are: a client that has sent fewer has a fault."""
+        try:
+            rows = Given("DoPut", wire.loads(data.app_metadata)).whole("rows")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRecord("the last message of a staged file must say how many rows it has") from error
+        with self._lock:
+            staged = self._opened().finish()
+        if staged.rows != rows:
+            raise InvalidRecord(f"{staged.rows:,} rows have come of a staged file that has {rows:,}")
+        return {"file": staged.name, "rows": staged.rows}
+
+    def discard(self) -> None:
+        with self._lock:
+            self._is_discarded = True
+            if self._file is not None:
+                self._file.discard()
 
 
 async def read_staged(served: Served, pools: Pools, ticket: dict[str, Any]) -> AsyncIterator[bytes]:
