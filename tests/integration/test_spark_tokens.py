@@ -6,6 +6,7 @@ tasks are not given that address.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -211,8 +212,13 @@ def test_a_token_that_was_changed_or_whose_time_is_over_is_not_accepted(
     short = slices(place)
     assert read(short) == [b"orders"] * 3
     eventually(lambda: has_ended(lambda: read(short)), what="its time is over")
+    assert len(place.hub.registry.scan("server/capabilities/")) == 1, "jobs that only read share a secret"
+    returns = [place.hub.topic("returns").id]
+    short_stage = HubPlace.of(place.url).to_stage(place.url, returns)
     assert len(place.hub.registry.scan("server/capabilities/")) == 2
-    slices(place)
+    stage = functools.partial(short_stage.staging().stage, place.hub.topic("returns").topic, "q", 0, 0, [table(b"v")])
+    eventually(lambda: has_ended(stage), what="its time is over")
+    HubPlace.of(place.url).to_stage(place.url, returns)
     assert len(place.hub.registry.scan("server/capabilities/")) == 2, "the one whose time is over was removed"
 
 

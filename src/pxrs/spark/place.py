@@ -156,6 +156,7 @@ class HubPlace:
             return DirectoryStaging(self.url)
         from pxrs.publishing.staging.served import ServedStaging
 
+        _keep(self.url, self.token)
         return ServedStaging(self.url, self.token)
 
     @contextmanager

@@ -200,13 +200,15 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         """Where the tasks of a batch find the hub. topics: the ids of those that they read."""
         hub, now = self._hub, time.monotonic()
         assert hub is not None
-        if self._issued is None or now > self._issued[0] + TOKEN_S / 4 or not self._issued[1].issuperset(topics):
-            url = self._options.where.url
-            if is_server(url) and (self._lease is None or not self._lease.alive):
-                self._lease = hub.registry.lease(self._options.lease_ttl or LEASE_TTL_DEFAULT)
-            secret = None if self._lease is None else self._lease.secret
-            self._issued = now, frozenset(topics), HubPlace.to_read(url, topics, secret)
-        return self._issued[2]
+        url, issued, lease = self._options.where.url, self._issued, self._lease
+        if not is_server(url):
+            return HubPlace.of(url)
+        if lease is None or not lease.alive:
+            lease = self._lease = hub.registry.lease(self._options.lease_ttl or LEASE_TTL_DEFAULT)
+            issued = None
+        if issued is None or now > issued[0] + TOKEN_S / 4 or not issued[1].issuperset(topics):
+            issued = self._issued = now, frozenset(topics), HubPlace.to_read(url, topics, lease.secret)
+        return issued[2]
 
     def commit(self, end: dict[str, Any]) -> None:
         followed = self._joined()

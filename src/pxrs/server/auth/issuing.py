@@ -1,15 +1,21 @@
 """Makes capabilities for the executors of Spark's queries, and recognises them.
 
     server/capabilities/<id>    the secret of a capability, when it ends, and the token of the driver that asked for it
+    server/capabilities/token-<token>
+                                the secret of those that a driver with this token asks for without a lease, only to read
 
-The id begins with the time, so that the oldest keys come first: each new capability removes some that have ended. A
-server remembers the secrets that it has used, so that it need not ask the registry for each call of an executor, and
-looks about once a second whether they are still there (`refresh`): a query that has ended cannot be read or staged for
-any more after that time.
+Nothing tells when a batch job that reads is over, so its capability ends with its time, and needs no secret of its own:
+a registry must not fill up with keys of jobs. Other ids begin with the time, so that the oldest keys come first: each
+new capability removes some that have ended.
+
+A server remembers the secrets that it has used, so that it need not ask the registry for each call of an executor, and
+looks about once a second whether they are still there (`refresh`): after that time, nothing can be read or staged for a
+query that has ended.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import struct
 import threading
@@ -19,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from pxrs.errors import RegistryError
+from pxrs.errors import Conflict, RegistryError
 from pxrs.registry.contract import ABSENT, Registry
 from pxrs.registry.lease import Lease
 from pxrs.server.auth import capabilities
@@ -29,6 +35,7 @@ KNOWN_MAX: Final = 1_000
 """How many secrets a server remembers. Others are read again when they are needed."""
 SWEPT_MAX: Final = 20
 """How many keys are looked at for each new capability."""
+_OF_TOKEN: Final = "token-"
 _UNTIL: Final = struct.Struct("<d")
 
 
@@ -64,6 +71,9 @@ class Issuer:
         over; with a lease, no longer than that lives. Raises what the registry raises."""
         now = self._wall_time()
         capability = replace(asked, query=f"{int(now):010x}-{secrets.token_hex(16)}", until=now + seconds)
+        if lease is None and not asked.stage:
+            capability = replace(capability, query=f"{_OF_TOKEN}{asked.token}")
+            return capability.query, capabilities.sign(self._secret_of(capability), capability)
         secret = capabilities.new_secret()
         key = capabilities.secret_key(capability.query)
         value = {key: _Record(secret, capability.until, capability.token).dump()}
@@ -74,13 +84,28 @@ class Issuer:
             self._registry().commit({key: ABSENT}, ephemeral=value, lease=lease)
         return capability.query, capabilities.sign(secret, capability)
 
+    def _secret_of(self, capability: Capability) -> bytes:
+        """The secret that all such capabilities of one token share, made by whoever asks first."""
+        key, registry = capabilities.secret_key(capability.query), self._registry()
+        if (entry := registry.get(key)) is None:
+            secret = capabilities.new_secret()
+            try:
+                registry.commit({key: ABSENT}, {key: _Record(secret, math.inf, capability.token).dump()})
+                return secret
+            except Conflict:
+                entry = registry.get(key)
+        return b"" if entry is None else _Record.load(entry.value).secret
+
     def _sweep(self, now: float) -> None:
         entries = self._registry().scan(SECRETS, None, SWEPT_MAX)
         if ended := [entry.key for entry in entries if _Record.load(entry.value).until < now]:
             self._registry().commit(delete=ended)
 
     def end(self, query: str, token: str) -> None:
-        """End a capability that was made for this token; without effect if there is none."""
+        """End a capability that was made for this token; without effect if there is none, or if others share its
+        secret."""
+        if query.startswith(_OF_TOKEN):
+            return
         key = capabilities.secret_key(query)
         entry = self._registry().get(key)
         if entry is not None and _Record.load(entry.value).token == token:
@@ -123,10 +148,13 @@ class Issuer:
         """Forget the secrets that are not in the registry any more. If that cannot be asked, they stay."""
         with self._lock:
             known = list(self._known)
+        if not known:
+            return
         try:
-            gone = [query for query in known if self._registry().get(capabilities.secret_key(query)) is None]
+            there = {entry.key for entry in self._registry().scan(SECRETS)}
         except RegistryError:
             return
+        gone = [query for query in known if capabilities.secret_key(query) not in there]
         with self._lock:
             for query in gone:
                 self._known.pop(query, None)
