@@ -97,7 +97,9 @@ def open(
         given = LazyRegistry(log.own_registry)
     elif log.is_kept_by_server:
         log.close()
-        raise InvalidUrl(f"{log.url}: the server has the registry of its hub: leave registry=..., PXRS_REGISTRY out")
+        raise InvalidUrl(
+            f"{log.url}: the server has the registry of its hub: give none (registry=..., --registry, PXRS_REGISTRY)"
+        )
     return Hub(log, given, lease_ttl=ttl, upkeep=upkeep)
 
 

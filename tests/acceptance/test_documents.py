@@ -18,6 +18,8 @@ from pxrs.cli.app import app
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```(?:console|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SERVED = ROOT / "docs/serve.md"
+"""Its commands and programs need the servers that it starts: `test_the_page_of_the_server_runs` runs them."""
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTS_SPARK = "pxrs.spark import session"
 """In a block that starts Spark. `test_examples.py` runs these, and `test_recipes.py` those of `spark-recipes.md`, in
@@ -32,7 +34,7 @@ def blocks() -> list[tuple[str, str]]:
         for path in DOCUMENTS
         for text in [path.read_text()]
         for match in BLOCK.finditer(text)
-        if STARTS_SPARK not in match[1] and path.name != "spark-recipes.md"
+        if STARTS_SPARK not in match[1] and path.name != "spark-recipes.md" and path != SERVED
     ]
 
 

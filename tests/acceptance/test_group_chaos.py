@@ -18,11 +18,10 @@ import pytest
 from sqlalchemy import create_engine, text
 
 import pxrs
-from pxrs.group.records import Checkpoint, Keys, Member
 from pxrs.hashing import xxh64
 from pxrs.hub import Hub
 from pxrs.sources import sql_table
-from pxrs.testing.accounting import Account, Worker, account, read_journals
+from pxrs.testing.accounting import Account, Worker, account, checkpoints, members, read_journals
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
 EVENTS = 200 if os.environ.get("PXRS_SOAK") else 10
@@ -88,7 +87,7 @@ class Chaos(ExitStack):
         """Workers, and all the events, while there is load between them."""
         first = {self.start().name for _ in range(3)}
         # So that the events do not go to processes that are starting: it takes some as long as several events.
-        self.eventually(lambda: first <= members(hub, "g"), lambda: "the first members do not join")
+        self.eventually(lambda: first <= members(hub.registry, "g"), lambda: "the first members do not join")
         for _ in range(EVENTS):
             until = time.monotonic() + self.random.uniform(0.05, 0.6)
             while time.monotonic() < until:
@@ -126,7 +125,7 @@ class Chaos(ExitStack):
             for worker in self.stopped:
                 self._stop_without_lock(worker)
         stopped = {worker.name for worker in self.stopped}
-        self.eventually(lambda: not stopped & members(hub, "g"), lambda: "a stopped member is still there")
+        self.eventually(lambda: not stopped & members(hub.registry, "g"), lambda: "a stopped member is still there")
         for worker in self.stopped:  # as zombies
             worker.signal(signal.SIGCONT)
         self.stopped.clear()
@@ -179,16 +178,6 @@ class Chaos(ExitStack):
         return f"SEED={self.seed}: {what}\n{errors}"
 
 
-def checkpoints(hub: Hub, group: str, *topic_ids: str) -> list[int]:
-    """The checkpoints of all partitions of these topics, topic after topic."""
-    entries = [entry for id in topic_ids for entry in hub.registry.scan(f"{Keys(group).checkpoints}{id}/")]
-    return [Checkpoint.load(entry.key, entry.value).offset for entry in entries]
-
-
-def members(hub: Hub, group: str) -> set[str]:
-    return {Member.load(entry.key, entry.value).name for entry in hub.registry.scan(Keys(group).members)}
-
-
 def test_x3_x6_x11_random_kills_stops_joins_and_leaves_leave_an_exact_account(registry: str, tmp_path: Path) -> None:
     """On files, most workers read two topics, and every third one reads one of them."""
     read: list[str | list[str]] = [["t", "u"], ["t", "u"], ["t"]] if registry == "-" else ["t"]
@@ -213,8 +202,8 @@ def test_x3_x6_x11_random_kills_stops_joins_and_leaves_leave_an_exact_account(re
         ends = dict(enumerate(topic.end(p) for topic in topics for p in range(topic.partitions)))
         ids = [topic.id for topic in topics]
         chaos.eventually(
-            lambda: checkpoints(hub, "g", *ids) == list(ends.values()),
-            lambda: f"{checkpoints(hub, 'g', *ids)} of {ends}",
+            lambda: checkpoints(hub.registry, "g", *ids) == list(ends.values()),
+            lambda: f"{checkpoints(hub.registry, 'g', *ids)} of {ends}",
         )
         chaos.end()
         chaos.check(sent, ends)
@@ -339,12 +328,15 @@ def test_x21_a_table_with_many_writers_is_read_exactly_from_an_old_checkpoint_on
         with sql_table(**place.settings) as source:
             hub.group("g", source).import_checkpoint(start, "orders")
 
+        def reached() -> list[int]:
+            return checkpoints(hub.registry, "g", source.id)
+
         def catch_up() -> dict[int, list[int]]:
             """The ids of each partition, when the group is behind the last of them."""
             ids = place.ids()
             chaos.eventually(
-                lambda: all(at > ids[number][-1] for number, at in enumerate(checkpoints(hub, "g", source.id))),
-                lambda: f"{checkpoints(hub, 'g', source.id)} of {[each[-1] for each in ids.values()]}",
+                lambda: all(at > ids[number][-1] for number, at in enumerate(reached())),
+                lambda: f"{reached()} of {[each[-1] for each in ids.values()]}",
             )
             return ids
 

@@ -17,6 +17,8 @@ from pxrs.testing.servers import HubServer
 from pxrs.testing.waiting import aside, eventually
 
 MESSAGES = 3_000
+LEASE_S = 120.0
+"""Longer than a restart of the server takes, however busy the machine is."""
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_w1_producers_and_consumers_survive_a_restart_of_the_server(server: HubS
                     three_quarters.set()
 
     def consume() -> None:
-        with pxrs.open(server.url) as hub, hub.consumer("orders", "readers") as consumer:
+        with pxrs.open(server.url) as hub, hub.consumer("orders", "readers", lease_ttl=LEASE_S) as consumer:
             for message in consumer:
                 received[message.value] += 1
                 if len(received) == MESSAGES:

@@ -11,7 +11,7 @@ pytest.importorskip("grpc")
 
 import pxrs
 from pxrs import grpc_fork  # noqa: F401 - first: it imports gRPC in its own way
-from pxrs.errors import NotPermitted, ReadFailed, RegistryUnavailable, Unauthenticated
+from pxrs.errors import InvalidUrl, NotPermitted, ReadFailed, RegistryUnavailable, Unauthenticated
 from pxrs.log.contract import Append
 from pxrs.server.auth import tokens
 from pxrs.server.serving import ServerSettings, serving
@@ -44,7 +44,7 @@ def can_use(url: str) -> bool:
             with remote.producer("orders") as producer:
                 producer.send(b"x")
             return remote.topic("orders").read(0, 0) != [] and remote.registry.get("a") is None
-    except (RegistryUnavailable, ReadFailed):
+    except (RegistryUnavailable, ReadFailed, InvalidUrl, Unauthenticated):
         return False
 
 

@@ -79,13 +79,18 @@ class Stream:
 
     def answers(self) -> Iterator[bytes]:
         while (answer := self._answers.get()) is not None:
-            if isinstance(answer, PxrsError):
-                self._context.set_trailing_metadata(((wire.ERROR_METADATA, wire.error_to_metadata(answer)),))
-                self._context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(answer))
-            elif isinstance(answer, Exception):
-                self._context.abort(grpc.StatusCode.UNAVAILABLE, "the test has cut it")
+            if isinstance(answer, Exception):
+                _abort(self._context, answer)
             else:
                 yield answer
+
+
+def _abort(context: Any, error: Exception) -> None:
+    """End the stream: with this error of pxrs, or as if the connection had failed."""
+    if isinstance(error, PxrsError):
+        context.set_trailing_metadata(((wire.ERROR_METADATA, wire.error_to_metadata(error)),))
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+    context.abort(grpc.StatusCode.UNAVAILABLE, "the test has cut it")
 
 
 class Peer(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -128,7 +133,7 @@ class Peer(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.tickets.put(wire.loads(flight.read_ticket(request)))
         answer = self.reads.get(timeout=BOUND_S)
         if isinstance(answer, Exception):
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the test has cut it")
+            _abort(context, answer)
         else:
             yield from answer
 

@@ -195,7 +195,7 @@ def test_a_queue_command_with_neither_says_what_to_give(call: Call) -> None:
     for arguments in (("queue", "list"), ("queue", "create", "q"), ("worker", "m:h", "--queue", "q")):
         result = call(*arguments)
         assert result.code == 2, arguments
-        assert "give --registry URL or PXRS_REGISTRY, or --at DIRECTORY or PXRS_AT" in result.errors
+        assert "give --registry URL or PXRS_REGISTRY, or --at URL or PXRS_AT" in result.errors
     assert os.listdir() == []
 
 

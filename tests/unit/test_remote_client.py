@@ -3,6 +3,7 @@ what the caller is told when an answer does not come."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -173,15 +174,18 @@ def test_after_a_goodbye_calls_are_finished_and_later_ones_use_the_next_stream(p
         control.say(event=armed["number"])
         assert watch.wait(20), "the goodbye has come before"
         reading = aside(lambda: registry.get("a"))
+        aside(lambda: registry.watch("b/"))
         assert control.is_quiet(), "a request was sent after the goodbye"
         assert not committing.done()
         control.answer(request, versions={"a": 5})
         assert committing.result() == {"a": 5}
         following = peer.control()
-        calls = {each["call"]: each for each in (following.next(), following.next())}
-        following.answer(calls["registry.get"], entry=None)
+        asked = [following.next() for _ in range(3)]
+        (read,) = (each for each in asked if each["call"] == "registry.get")
+        following.answer(read, entry=None)
         assert reading.result() is None
-        following.answer(calls["registry.watch"])
+        assert sorted(each["prefixes"] for each in asked if each is not read) == [["a/"], ["b/"]]
+        following.answer(next(each for each in asked if each.get("number") == armed["number"]))
         assert watch.wait(20)
 
 
@@ -431,6 +435,15 @@ def test_a_read_survives_a_server_that_is_away(peer: Peer) -> None:
         log.close()
 
 
+def test_an_error_that_ends_a_read_is_raised(peer: Peer) -> None:
+    log, topic, _ = open_topic(peer)
+    peer.reads.put(TopicDeleted("orders", TOPIC.id, is_made_again=True))
+    with pytest.raises(TopicDeleted) as deleted:
+        topic.fetch({0: 7})
+    assert deleted.value.is_made_again
+    log.close()
+
+
 def test_a_read_fails_when_the_patience_is_over(peer: Peer) -> None:
     log, topic, _ = open_topic(peer, "?patience=0.3")
     peer.stop()
@@ -512,7 +525,7 @@ def test_an_append_that_was_not_sent_within_the_patience_is_not_stored(
 
 def test_an_append_that_is_not_answered_in_time_may_be_stored(peer: Peer) -> None:
     log, topic, _ = open_topic(peer, "?patience=0.3")
-    (outcome,) = topic.append([append()])
+    (outcome,) = aside(lambda: topic.append([append()])).result(10)
     assert isinstance(outcome, MaybeStored)
     log.close()
 
@@ -559,6 +572,17 @@ def test_handles_with_one_address_share_one_stream_until_the_last_is_closed(peer
     log.close()
     assert control.next_data() is None, "the stream ends with the last handle"
     assert peer.controls.empty()
+
+
+def test_handles_that_were_dropped_without_close_let_go_of_the_connection(peer: Peer) -> None:
+    handles: list[object] = []
+    registry, control = open_registry(peer)
+    handles += [registry, open_log(peer.url)]
+    del registry
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        handles.clear()
+    gc.collect()
+    assert control.next_data() is None, "the stream ends with the last handle"
 
 
 def test_the_next_address_is_tried(peer: Peer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 import pxrs
 from pxrs.cli import group, queue, registry, source, token, topic, upkeep, worker
 from pxrs.cli.demo.command import demo
+from pxrs.cli.ping import ping
 from pxrs.cli.pipeline.command import app as pipelines
 from pxrs.cli.serve import serve
 from pxrs.cli.terminal import error_text, tell_error
@@ -41,6 +43,7 @@ app.command("tail")(topic.tail)
 app.command("check")(topic.check)
 app.command("worker")(worker.worker)
 app.command("serve")(serve)
+app.command("ping")(ping)
 app.command("demo")(demo)
 
 
@@ -54,6 +57,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main() -> None:
     """Run a command. An error of pxrs or of the operating system, such as a full disk behind standard output, is
     printed as one line on standard error; the exit code is 1."""
+    # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except (PxrsError, OSError) as error:

@@ -14,18 +14,26 @@ from pxrs.address import is_missing, parse
 from pxrs.cli.terminal import tell_error
 from pxrs.errors import InvalidUrl
 
-At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
+At = Annotated[
+    str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The hub: its directory, or pxrs://HOST:PORT.")
+]
 MaybeAt = Annotated[
     str | None,
     typer.Option(
-        "--at", envvar="PXRS_AT", metavar="URL", help="The directory of the hub; not needed if --registry is given."
+        "--at",
+        envvar="PXRS_AT",
+        metavar="URL",
+        help="The hub: its directory, or pxrs://HOST:PORT. Not needed if --registry is given.",
     ),
 ]
 """The option --at of commands that need no directory if --registry is given."""
 RegistryUrl = Annotated[
     str | None,
     typer.Option(
-        "--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in the directory."
+        "--registry",
+        envvar="PXRS_REGISTRY",
+        metavar="URL",
+        help="The registry, if it is not in the directory; not with a server.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
@@ -44,21 +52,34 @@ def open_hub(
     needs_log:      the directory must exist even if the registry is elsewhere, because the command reads messages.
     makes_registry: the given registry need not exist: the command may be the first one that writes to it."""
     check_given(at, registry)
+    has_server = False
     if at is not None:
         address = parse(at)
+        has_server = is_server(at)
         if (registry is None or needs_log) and address.scheme == "file" and not address.directory().is_dir():
             raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
-    if registry is not None and not makes_registry:
+    if registry is not None and not makes_registry and not has_server:  # `pxrs.open` refuses it beside a server
         makers = "`pxrs queue create`" if at is None else "`pxrs queue create` or `pxrs registry adopt`"
         check_is_there(registry, "--registry or PXRS_REGISTRY", makers)
     with pxrs.open(at, registry) as hub:
         yield hub
 
 
+def is_server(at: str) -> bool:
+    """Whether this is the address of a server, `pxrs serve`."""
+    return parse(at).scheme == "pxrs"
+
+
+def refuse_server(at: str | None, command: str, why: str) -> None:
+    """Raise InvalidUrl if this is the address of a server. command: what to run instead, beside the server."""
+    if at is not None and is_server(at):
+        raise InvalidUrl(f"{parse(at).text}: {why}: run `{command}` on the server's host, with the hub's directory")
+
+
 def check_given(at: str | None, registry: str | None) -> None:
     """Raise an error if neither a directory nor a registry is given."""
     if at is None and registry is None:
-        raise typer.BadParameter("give --registry URL or PXRS_REGISTRY, or --at DIRECTORY or PXRS_AT")
+        raise typer.BadParameter("give --registry URL or PXRS_REGISTRY, or --at URL or PXRS_AT")
 
 
 def check_is_there(registry: str, given_as: str, makers: str = "`pxrs queue create`") -> None:

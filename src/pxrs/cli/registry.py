@@ -19,7 +19,7 @@ from pxrs.registry import Entry
 
 app = typer.Typer(no_args_is_help=True)
 Url = Annotated[
-    str, typer.Argument(metavar="URL", help="A directory, sqlite:///F, postgresql://, etcd://, zookeeper://")
+    str, typer.Argument(metavar="URL", help="A directory, sqlite:///F, postgresql://, etcd://, zookeeper://, pxrs://")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
 

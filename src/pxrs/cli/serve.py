@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from pxrs.cli.options import RegistryUrl, open_hub
+from pxrs.cli.options import RegistryUrl, is_server, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.errors import InvalidArgument, MissingDependency
 from pxrs.hub import Hub
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    L = TypeVar("L", bound=DataclassInstance)
 
 LISTEN_DEFAULT: Final = "127.0.0.1:7077"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -68,6 +75,12 @@ def serve(
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
     ] = 10.0,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit", metavar="NAME=VALUE", help="Another limit, see docs/serve.md. May be given several times."
+        ),
+    ] = None,
 ) -> None:
     """Serve a hub to other processes and hosts until Ctrl-C or SIGTERM: pxrs.open("pxrs://HOST:PORT").
 
@@ -82,19 +95,42 @@ def serve(
         raise MissingDependency(
             f"pxrs serve needs {error.name}: pip install 'pxrs[remote]'", name=error.name
         ) from error
+    if is_server(directory):
+        raise InvalidArgument(f"{directory} is the address of another server: give the hub's directory")
     check_listen(listen, is_open=auth is None and not insecure)
-    limits = ServerLimits(
-        streams_max=streams_max,
-        calls_max=calls_max,
-        watches_max=watches_max,
-        subscriptions_max=subscriptions_max,
-        append_bytes_max=append_mb_max * _BYTES,
-        threads=threads,
-        drain_s=drain_s,
-    )
+    named: dict[str, float] = {
+        "streams_max": streams_max,
+        "calls_max": calls_max,
+        "watches_max": watches_max,
+        "subscriptions_max": subscriptions_max,
+        "append_bytes_max": append_mb_max * _BYTES,
+        "threads": threads,
+        "drain_s": drain_s,
+    }
+    limits = with_limits(ServerLimits(), named, limit or ())
     settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
     with open_hub(directory, registry, makes_registry=True) as hub:
         asyncio.run(_run(hub, settings, is_tls=tls_cert is not None))
+
+
+def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> L:
+    """The limits with what the options say.
+
+    named: those with an option of their own; given: the others, NAME=VALUE. Raises InvalidArgument."""
+    others = {field.name: field for field in fields(limits) if field.name not in named}
+    found: dict[str, float] = {}
+    for each in given:
+        name, _, value = each.partition("=")
+        if name not in others:
+            raise InvalidArgument(f"--limit {each}: there is no such limit; choose from {', '.join(sorted(others))}")
+        kind = float if isinstance(others[name].default, float) else int
+        try:
+            found[name] = kind(value)
+        except ValueError:
+            raise InvalidArgument(f"--limit {each}: give a number") from None
+        if not 0 < found[name] < float("inf"):
+            raise InvalidArgument(f"--limit {each}: give a number above 0")
+    return replace(limits, **named, **found)
 
 
 def check_listen(listen: str, *, is_open: bool) -> None:

@@ -17,9 +17,9 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
-from pxrs.cli.options import At, ExistOk, Json, MaybeAt, RegistryUrl, open_hub
+from pxrs.cli.options import At, ExistOk, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
-from pxrs.errors import DamagedFrame, InvalidRecord, InvalidUrl, LogError, PxrsError, TopicExists, UnknownTopic
+from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
@@ -212,7 +212,7 @@ def send(
 ) -> None:
     """Send each line of standard input as a message; all are durable when the command ends.
 
-    With --key-field, a field that is null means no key. A line that cannot be sent ends the command, once the lines
+    With --key, a field that is null means no key. A line that cannot be sent ends the command, once the lines
     before it are durable. Ctrl-C ends it too: it prints how many messages were sent, and the exit code is 130.
     """
     if sys.stdin is None:
@@ -363,7 +363,7 @@ def _count(hub: pxrs.Hub, topic: Topic) -> int:
     return sum(found.end - found.start for found in handle.bounds(range(topic.partitions)).values())
 
 
-def check(directory: Path, as_json: Json = False) -> None:
+def check(directory: Annotated[str, typer.Argument(metavar="DIRECTORY")], as_json: Json = False) -> None:
     """Read every byte of a log, and report everything that is damaged, missing or inconsistent. Exit code 1 if anything
     is.
 
@@ -371,14 +371,13 @@ def check(directory: Path, as_json: Json = False) -> None:
     """
     from pxrs.log.directory.check import check as check_log
 
-    if str(directory).startswith("pxrs:"):
-        raise InvalidUrl("pxrs check reads the files of a hub: run it on the server's host, with the hub's directory")
+    refuse_server(directory, "pxrs check", "a log is checked where its files are")
     findings, messages, size = [], 0, 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     err = Console(stderr=True)
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
-        for checked in check_log(directory):
+        for checked in check_log(Path(directory)):
             findings += checked.findings
             messages, size = messages + checked.messages, size + checked.bytes
             bar.update(task, description=f"{checked.topic}: {counted(messages, 'message')}")

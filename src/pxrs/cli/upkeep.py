@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub
+from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.hub import Hub
 from pxrs.upkeep.janitor import UpkeepStatus
@@ -41,6 +41,9 @@ def run(
         return
     if at is None:
         raise typer.BadParameter("give --at DIRECTORY or PXRS_AT", param_hint="--at")
+    refuse_server(
+        at, "pxrs upkeep", "the server does the upkeep of its hub, and no client may; `pxrs upkeep status` shows it"
+    )
     with open_hub(at, registry, needs_log=True) as hub:
         if once:
             report = hub.run_upkeep()

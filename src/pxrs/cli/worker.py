@@ -104,7 +104,8 @@ def worker(
             "--at",
             envvar="PXRS_AT",
             metavar="URL",
-            help="The directory of the hub; queues and registered sources need none where --registry is given.",
+            help="The hub: its directory, or pxrs://HOST:PORT. Queues and registered sources need none where "
+            "--registry is given.",
         ),
     ] = None,
     topic: Annotated[

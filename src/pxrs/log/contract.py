@@ -387,7 +387,8 @@ class Log(ABC):
         """Of a log that a server keeps: the id and the place of its hub, as the server tells them; None if the hub has
         none. For every other log None: the hub's directory, if there is one, has a record (`pxrs.belonging`).
 
-        joins: if no registry is on record for the hub, the server records its own. Raises WrongRegistry."""
+        joins: if no registry is on record for the hub, the server records its own. Raises WrongRegistry,
+        RegistryUnavailable."""
         return None
 
     def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics

@@ -33,11 +33,15 @@ def dumps(value: Mapping[str, Any]) -> bytes:
 
 
 def loads(data: bytes | memoryview) -> dict[str, Any]:
-    """Raises ValueError if it is not one JSON object."""
-    found = json.loads(bytes(data))
+    """Raises ValueError if it is not one JSON object, and RecursionError if it is nested too deeply."""
+    found = json.loads(bytes(data), parse_constant=_refuse)
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def text_of(value: bytes) -> str:
@@ -91,11 +95,12 @@ def error_of(found: Mapping[str, Any]) -> PxrsError:
 
 
 def error_to_metadata(error: PxrsError) -> bytes:
-    """The error as metadata. One that is too long for it is sent without its cause and notes, then with a shorter
-    text."""
+    """The error as metadata, in at most ERROR_TEXT_MAX bytes. One that is longer is sent without its cause and notes,
+    then without its fields, then with a shorter text."""
     found = errors_wire.to_dict(error)
-    shorter: list[dict[str, Any]] = [{}, {"cause": None, "notes": []}, {"fields": {}}, {"message": str(error)[:500]}]
-    for change in shorter:
+    shorter: list[dict[str, Any]] = [{}, {"cause": None, "notes": []}, {"fields": {}}]
+    # JSON needs up to 12 bytes for a character.
+    for change in (*shorter, {"message": found["message"][: ERROR_TEXT_MAX // 24]}):
         found.update(change)
         text = dumps(found)
         if len(text) <= ERROR_TEXT_MAX:

@@ -5,7 +5,8 @@
 | `settings` | the bounds of all that clients can make the server hold (W5) |
 | `serving` | starts and stops the server; drains it |
 | `service` | maps the methods of Arrow Flight to the modules below; errors become gRPC statuses |
-| `control` | one control stream: calls, watches, subscriptions |
+| `health` | gRPC's health checking |
+| `control`, `waits` | one control stream: calls; watches and subscriptions |
 | `served` | what the server stands in front of |
 | `calls` | what each call does with the hub |
 | `given` | reads and checks the arguments of calls |
@@ -13,6 +14,8 @@
 | `reads`, `appends` | streams of batches out of the hub and into it |
 | `staging` | rows that tasks of Spark stage from other hosts, and the calls of their drivers |
 | `auth/` | who may do what: tokens, grants, the decision about each call |
+| `layout` | how large a compressed batch is once decompressed |
+| `budget` | bytes that may be held at a time |
 | `pools` | threads for what blocks, so that nothing blocks the event loop |
 
 The event loop of one thread owns all streams. What may block (files, registries) runs on bounded pools, and renewals of

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from pxrs import __version__
 from pxrs.errors import InvalidArgument, PxrsError
+from pxrs.registry.lease import Lease
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
 from pxrs.server import staging
@@ -16,12 +19,18 @@ from pxrs.server.grants import seconds_left
 from pxrs.server.pools import Pools
 from pxrs.server.served import Result, Served
 
-SCAN_BYTES_MAX: Final = 4 << 20
-"""About how many bytes one answer to a scan has; the client asks for the rest."""
 CAPABILITY_S_MAX: Final = 7 * 86_400
 """How long a token for executors is valid at most."""
+SCAN_BYTES_MAX: Final = 1 << 20
+"""How many bytes one answer to a scan has, or else one entry; the client asks for the rest."""
 SCAN_PAGE: Final = 1_000
-"""How many entries are read from the registry at a time."""
+"""How many entries are read from the registry at a time at most."""
+SCAN_PAGE_FIRST: Final = 64
+"""How many entries are read first, while it is not known how large they are."""
+
+SETTINGS_BYTES_MAX: Final = 16 << 10
+"""How long the description of a new topic may be."""
+_TOPIC_ID: Final = re.compile("[0-9a-f]{32}")
 
 
 def _ping(served: Served, given: Given, at: float) -> Result:
@@ -51,8 +60,15 @@ def _topic(served: Served, given: Given, at: float) -> Result:
 
 
 def _create_topic(served: Served, given: Given, at: float) -> Result:
+    settings = given.mapping("settings")
+    identity = settings.get("id")
+    # The id is the name of a folder on the server.
+    if not isinstance(identity, str) or _TOPIC_ID.fullmatch(identity) is None:
+        raise InvalidArgument(f"{given.call}: the id of a topic is a new UUID, as 32 lower-case hexadecimal digits")
+    if len(wire.dumps(settings)) > SETTINGS_BYTES_MAX:
+        raise InvalidArgument(f"{given.call}: the settings are longer than {SETTINGS_BYTES_MAX:,} bytes")
     try:
-        asked = wire.topic_of(given.mapping("settings"))
+        asked = wire.topic_of(settings)
     except TypeError as error:
         raise InvalidArgument(f"{given.call}: settings do not describe a topic: {error}") from error
     return {"topic": wire.topic_to_dict(served.hub.create_described(asked).topic)}
@@ -106,48 +122,60 @@ def _get(served: Served, given: Given, at: float) -> Result:
 
 
 def _scan(served: Served, given: Given, at: float) -> Result:
-    """In pages, so that no answer is too long for a message. Each page is a scan of its own, which R1 allows: a value
-    is the one of some moment during the call."""
+    """In pages, so that neither an answer nor what is read for it is too long. Each page is a scan of its own, which
+    R1 allows: a value is the one of some moment during the call."""
     prefix, after, limit = given.text("prefix"), given.text_or_none("after"), given.whole_or_none("limit")
     found: list[Entry] = []
-    size = 0
+    size, wanted = 0, SCAN_PAGE_FIRST
     while True:
-        wanted = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - len(found))
+        if limit is not None:
+            wanted = min(wanted, limit - len(found))
         page = served.gate.scan(served.caller, served.hub.registry.scan, prefix, after, wanted)
-        found += page
-        size += sum(len(entry.key) + len(entry.value) for entry in page)
-        is_whole = len(page) < wanted or len(found) == limit
-        if is_whole or size > SCAN_BYTES_MAX:
-            return {"entries": [wire.entry_to_list(entry) for entry in found], "more": not is_whole}
-        after = page[-1].key
+        for entry in page:
+            size += len(entry.key) + len(entry.value)
+            if found and size > SCAN_BYTES_MAX:
+                return _scanned(found, has_more=True)
+            found.append(entry)
+        if len(page) < wanted or len(found) == limit:
+            return _scanned(found, has_more=False)
+        after = found[-1].key
+        wanted = min(SCAN_PAGE, max(1, (SCAN_BYTES_MAX - size) * len(found) // size + 1))
+
+
+def _scanned(entries: list[Entry], *, has_more: bool) -> Result:
+    return {"entries": [wire.entry_to_list(entry) for entry in entries], "more": has_more}
 
 
 def _commit(served: Served, given: Given, at: float) -> Result:
     secret = given.text_or_none("lease")
-    lease = None if secret is None else served.grants.find(secret)
-    versions = served.hub.registry.commit(
-        given.versions("expect"),
-        given.values("put"),
-        given.values("ephemeral"),
-        lease,
-        given.texts("delete"),
-        given.flag("quiet"),
-    )
+    with contextlib.nullcontext() if secret is None else served.grants.using(secret) as lease:
+        versions = served.hub.registry.commit(
+            given.versions("expect"),
+            given.values("put"),
+            given.values("ephemeral"),
+            lease,
+            given.texts("delete"),
+            given.flag("quiet"),
+        )
     return {"versions": versions}
 
 
 def _lease(served: Served, given: Given, at: float) -> Result:
-    lease = served.grants.take(given.number("ttl"))
-    return {"id": lease.id, "secret": lease.secret, "ttl": lease.ttl, "left_s": seconds_left(lease, at)}
+    return _granted(served.grants.take(given.number("ttl")), at)
 
 
 def _attach(served: Served, given: Given, at: float) -> Result:
-    lease = served.grants.attach(given.text("secret"))
+    with served.grants.using(given.text("secret"), is_renewed=True) as lease:
+        return _granted(lease, at)
+
+
+def _granted(lease: Lease, at: float) -> Result:
     return {"id": lease.id, "secret": lease.secret, "ttl": lease.ttl, "left_s": seconds_left(lease, at)}
 
 
 def _renew(served: Served, given: Given, at: float) -> Result:
-    return {"left_s": seconds_left(served.grants.renew(given.text("secret")), at)}
+    with served.grants.using(given.text("secret"), is_renewed=True) as lease:
+        return {"left_s": seconds_left(lease, at)}
 
 
 def _end(served: Served, given: Given, at: float) -> Result:
@@ -162,8 +190,8 @@ def _create_capability(served: Served, given: Given, at: float) -> Result:
     secret, seconds = given.text_or_none("lease"), given.number("seconds")
     if not 0 < seconds <= CAPABILITY_S_MAX:
         raise InvalidArgument(f"{given.call}: seconds is not between 0 and {CAPABILITY_S_MAX}")
-    lease = None if secret is None else served.grants.find(secret)
-    found = served.gate.issue(served.caller, given.texts("read"), given.texts("stage"), seconds, lease)
+    with contextlib.nullcontext() if secret is None else served.grants.using(secret) as lease:
+        found = served.gate.issue(served.caller, given.texts("read"), given.texts("stage"), seconds, lease)
     return {"capability": None, "token": None} if found is None else {"capability": found[0], "token": found[1]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pxrs.server.settings import ServerLimits
 
@@ -14,20 +14,29 @@ T = TypeVar("T")
 
 class Pools:
     """`calls` for small calls, `data` for reads and appends, `staging` for what Spark's tasks stage, which may be much
-    at a time; `renewals` for renewals of leases alone: a renewal must not wait behind a slow commit (R6, W6)."""
+    at a time, `renewals` for renewals of leases alone: a renewal must not wait behind a slow commit (R6, W6).
+    `releases` for what a client that is gone has left open."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.calls = ThreadPoolExecutor(limits.threads, "pxrs-serve-call")
         self.data = ThreadPoolExecutor(limits.threads, "pxrs-serve-data")
         self.staging = ThreadPoolExecutor(limits.staging_threads, "pxrs-serve-staging")
         self.renewals = ThreadPoolExecutor(limits.renewal_threads, "pxrs-serve-renewal")
+        self.releases = ThreadPoolExecutor(1, "pxrs-serve-release")
 
     def close(self) -> None:
         """Start nothing more, and wait for what runs: the hub may be closed afterwards."""
         for pool in (self.calls, self.data, self.staging, self.renewals):
             pool.shutdown(wait=True, cancel_futures=True)
+        self.releases.shutdown(wait=True)  # nothing is left open: this pool finishes all that was given to it
 
 
 async def run(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     """Run the function on a thread of the pool; its result."""
     return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def take_error(done: asyncio.Future[Any]) -> None:
+    """A callback of a future whose result nobody needs any more: its error is not reported as forgotten."""
+    if not done.cancelled():
+        done.exception()

@@ -3,22 +3,29 @@
 The two kinds of tickets (docs/wire.md) are read differently. `positions` is one `fetch` of what is there. A range is
 read in steps, one ahead of what is being sent, and ends with an error if a part of it is not there: a reader that was
 promised a range must never get other rows, or fewer.
+
+What is read are views of the log's files. A batch is copied into a message only when the one before it was taken by the
+client, so a slow reader holds one message (W5). What all readers hold is bounded by `read_held_bytes_max`; when that is
+used up, those who have taken nothing for `read_stalled_s` lose their streams, so that they cannot keep others from
+reading.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+import time
+from collections.abc import Iterable
 from typing import Any, Final
 
-from pxrs.errors import OffsetOutOfRange, OffsetTrimmed
+from pxrs.errors import Closed, InvalidArgument, OffsetOutOfRange, OffsetTrimmed, PxrsError, ServerBusy
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import TopicLog
+from pxrs.log.contract import Fetched, TopicLog
 from pxrs.remote import flight, wire
+from pxrs.server.budget import Budget
 from pxrs.server.given import Given
-from pxrs.server.pools import Pools, run
-from pxrs.server.served import Served
+from pxrs.server.pools import Pools, run, take_error
+from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
 
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
@@ -26,6 +33,47 @@ SCHEMA_MESSAGE: Final = flight.flight_data(flight.FlightData(header=_SCHEMA_HEAD
 """The first message of every stream of batches."""
 STEP_BYTES: Final = 4 << 20
 """About how many bytes of a range are read at a time."""
+SMALL_BYTES: Final = 256 << 10
+"""Batches below this length are encoded on the event loop: to hand one to a thread takes longer."""
+ROOM_TRIES: Final = 3
+
+
+class Room:
+    """What all readers hold, and who has held it for how long. Belongs to the event loop."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._stalled_s = limits.read_stalled_s
+        self.budget = Budget(limits.read_held_bytes_max, "batches that other clients have not taken yet")
+        self._sending: dict[ReadStream, float] = {}
+        """The streams that are sending, and since when: the one that has waited longest first."""
+
+    async def send(self, stream: ReadStream, message: bytes, send: Send) -> None:
+        self._sending[stream] = time.monotonic()
+        try:
+            await send(message)
+        finally:
+            del self._sending[stream]
+
+    async def take(self, size: int) -> int:
+        """Raises ServerBusy if there is no room although nobody is stalled."""
+        if self.budget.has_room(size):
+            return await self.budget.take(size)
+        for _ in range(ROOM_TRIES):
+            self._end_stalled()
+            try:
+                return await self.budget.take(size, self._stalled_s)
+            except ServerBusy:
+                continue
+        return await self.budget.take(size, 0)
+
+    def _end_stalled(self) -> None:
+        before = time.monotonic() - self._stalled_s
+        for stream, since in list(self._sending.items()):
+            if since > before:
+                break
+            stream.end(
+                ServerBusy(f"the client has taken nothing for {self._stalled_s:g} s, and other clients need the room")
+            )
 
 
 def encode_batch(batch: Batch, partition: int) -> bytes:
@@ -39,49 +87,98 @@ def encode_batch(batch: Batch, partition: int) -> bytes:
     return flight.flight_data(flight.FlightData(header, body, wire.dumps(about)))
 
 
-async def read(served: Served, pools: Pools, limits: ServerLimits, given: Given) -> AsyncIterator[bytes]:
-    """The messages that answer one ticket. Raises PxrsError."""
-    topic = await run(pools.data, functools.partial(_topic, served, given))
-    yield SCHEMA_MESSAGE
-    if "positions" in given.found:
-        for message in await run(pools.data, functools.partial(_fetch, topic, limits, given)):
-            yield message
-        return
-    partition, start, end = given.whole("partition"), given.whole("start"), given.whole("end")
-    step = functools.partial(_step, served, topic, given, partition, end)
-    ahead = asyncio.ensure_future(run(pools.data, functools.partial(step, start)))
-    try:
-        while start < end:
-            messages, start = await ahead
-            if start < end:
-                ahead = asyncio.ensure_future(run(pools.data, functools.partial(step, start)))
-            for message in messages:
-                yield message
-    finally:
-        ahead.cancel()
+class ReadStream:
+    """Answers one ticket, on the event loop."""
+
+    def __init__(self, served: Served, pools: Pools, limits: ServerLimits, room: Room) -> None:
+        self._served, self._pools, self._limits, self._room = served, pools, limits, room
+        self._task: asyncio.Task[None] | None = None
+        self._why: PxrsError | None = None
+        """Why the server ends the stream."""
+
+    may_end = False
+    """A read that is under way is finished if there is time."""
+
+    def leave(self) -> None:
+        """A read ends by itself."""
+
+    def finish(self) -> None:
+        """End the stream: the server stops."""
+        self.end(Closed("the server is stopping: connect again"))
+
+    def end(self, why: PxrsError) -> None:
+        """End the stream with this error."""
+        if self._why is None and self._task is not None:
+            self._why = why
+            self._task.cancel()
+
+    async def serve(self, given: Given, send: Send) -> None:
+        """Send the messages that answer one ticket. Raises PxrsError."""
+        self._task = asyncio.current_task()
+        try:
+            await self._answer(given, send)
+        except asyncio.CancelledError:
+            if self._why is None or self._task is None:
+                raise
+            self._task.uncancel()
+            raise self._why from None
+
+    async def _answer(self, given: Given, send: Send) -> None:
+        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
+        if "positions" in given.found:
+            await self._send_fetched(topic, given, send)
+        else:
+            await self._send_range(topic, given, send)
+
+    async def _send_fetched(self, topic: TopicLog, given: Given, send: Send) -> None:
+        fetched = await run(self._pools.data, functools.partial(_fetch, topic, self._limits, given))
+        await send(SCHEMA_MESSAGE)
+        for partition, found in fetched.items():
+            await self._send_batches(partition, found.batches, send)
+            if found.error is not None:
+                about = {"partition": partition, "error": wire.error_to_dict(found.error)}
+                await send(flight.flight_data(flight.FlightData(app_metadata=wire.dumps(about))))
+
+    async def _send_range(self, topic: TopicLog, given: Given, send: Send) -> None:
+        partition, start, end = given.whole("partition"), given.whole("start"), given.whole("end")
+        if not 0 <= start <= end:
+            raise InvalidArgument(f"DoGet: the range from {start} to {end} is none: send start and end, 0 <= start")
+        if start == end:  # an error if there is no such partition
+            await run(self._pools.data, functools.partial(topic.bounds, (partition,)))
+        step = functools.partial(_step, self._served, topic, given, partition, end)
+        batches, start = await run(self._pools.data, functools.partial(step, start))
+        await send(SCHEMA_MESSAGE)
+        while batches:
+            ahead = asyncio.ensure_future(run(self._pools.data, functools.partial(step, start)))
+            try:
+                await self._send_batches(partition, batches, send)
+                batches, start = await ahead
+            finally:
+                ahead.cancel()
+                ahead.add_done_callback(take_error)
+
+    async def _send_batches(self, partition: int, batches: Iterable[Batch], send: Send) -> None:
+        for batch in batches:
+            size = batch.records.nbytes
+            taken = await self._room.take(size)
+            try:
+                encode = functools.partial(encode_batch, batch, partition)
+                message = encode() if size < SMALL_BYTES else await run(self._pools.data, encode)
+                await self._room.send(self, message, send)
+            finally:
+                self._room.budget.give_back(taken)
 
 
-def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> list[bytes]:
+def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> dict[int, Fetched]:
     asked = given.whole_or_none("max_bytes")
     most = limits.read_bytes_max if asked is None else min(max(1, asked), limits.read_bytes_max)
-    messages = []
-    for partition, found in topic.fetch(given.pairs("positions") or {}, most, timeout=0).items():
-        messages += [encode_batch(batch, partition) for batch in found.batches]
-        if found.error is not None:
-            about = {"partition": partition, "error": wire.error_to_dict(found.error)}
-            messages.append(flight.flight_data(flight.FlightData(app_metadata=wire.dumps(about))))
-    return messages
-
-
-def _topic(served: Served, given: Given) -> TopicLog:
-    served.check(given.call, given.found)
-    return served.topic(given)
+    return topic.fetch(given.pairs("positions") or {}, most, timeout=0)
 
 
 def _step(
     served: Served, topic: TopicLog, given: Given, partition: int, end: int, start: int
-) -> tuple[list[bytes], int]:
-    """The next messages of a range, and where the step after it begins."""
+) -> tuple[list[Batch], int]:
+    """The next batches of a range, and where the step after it begins; none at the end of the range."""
     if start >= end:
         return [], start
     served.check(given.call, given.found)  # the token may have been revoked since the last step
@@ -91,4 +188,4 @@ def _step(
     if batches[0].base_offset != start:
         raise OffsetTrimmed(f"{topic.name}/{partition}", start, batches[0].base_offset)
     chosen = [batch.within(start, end) for batch in batches if batch.base_offset < end]
-    return [encode_batch(batch, partition) for batch in chosen], chosen[-1].next_offset
+    return chosen, chosen[-1].next_offset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from pxrs.server.grants import Grants
 
 Result = dict[str, Any]
 """The result of a call, as JSON."""
+Send = Callable[[bytes], Awaitable[None]]
+"""Sends one message to the client, as fast as the client reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class Served:
     def check(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Raise an error if the caller may not make this call with these arguments (W4). May block."""
         self.gate.check(self.caller, call, arguments)
+
+    def permitted_topic(self, given: Given) -> TopicLog:
+        """The topic that the arguments name, if the caller may make the call."""
+        self.check(given.call, given.found)
+        return self.topic(given)
 
     def topic(self, given: Given) -> TopicLog:
         """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""

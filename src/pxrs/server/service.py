@@ -2,17 +2,19 @@
 
 Each method identifies its caller first, by the metadata of the call, and checks what the call touches before it has any
 effect (W4). A PxrsError becomes a status of gRPC with the error as trailing metadata.
+
+The methods are coroutines that send by `context.write`, not asynchronous generators: `grpc.aio` does not close a
+generator whose call was cancelled, so its `finally` blocks would run at some later time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 
@@ -25,28 +27,28 @@ from pxrs.errors import (
     OffsetTrimmed,
     PxrsError,
     RegistryUnavailable,
+    ServerBusy,
     TopicExists,
     Unauthenticated,
     UnknownTopic,
 )
 from pxrs.log.batch import SCHEMA
-from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
-from pxrs.server import calls, staging
-from pxrs.server.appends import Budget, appends, check_schema, read_first
+from pxrs.server import calls
 from pxrs.server.auth.gate import Caller, unauthenticated
+from pxrs.server.budget import Budget
 from pxrs.server.control import ControlStream
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
-from pxrs.server.reads import read
+from pxrs.server.reads import ReadStream, Room
 from pxrs.server.served import Served
 from pxrs.server.settings import ServerLimits
+from pxrs.server.staging import PutStream, StagedReadStream, is_staged
 
 _logger = logging.getLogger(__name__)
 
-HEALTH: Final = "grpc.health.v1.Health"
-_SERVING: Final = b"\x08\x01"
-_NOT_SERVING: Final = b"\x08\x02"
+DETAILS_MAX: Final = 500
+"""How many bytes of an error's text are in the status. With the metadata they must fit into 8 kB."""
 _STATUSES: Final = (
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
@@ -60,139 +62,169 @@ _STATUSES: Final = (
     (Closed, grpc.StatusCode.UNAVAILABLE),
 )
 
+Method = Callable[[Served, Any, Any], Awaitable[Any]]
+"""Given the hub for the caller, the request or the messages of the client, and the context of gRPC."""
+
+
+class Stream(Protocol):
+    """A stream that is open."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the server, when it stops, need not wait for the stream any longer."""
+
+    def leave(self) -> None:
+        """The server will stop: end as soon as what is under way is answered."""
+
+    def finish(self) -> None:
+        """End now, in an orderly way."""
+
+    def end(self, why: PxrsError) -> None:
+        """End with this error: gRPC sends no status for a task that is only cancelled. May be called again."""
+
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """All methods of the port."""
+    """All methods of Arrow Flight. Belongs to the event loop."""
 
     def __init__(self, served: Served, pools: Pools, limits: ServerLimits) -> None:
         self._served, self._pools, self._limits = served, pools, limits
-        self._budget = Budget(limits.append_bytes_max)
-        self._readers = asyncio.Semaphore(limits.readers_max)
-        self._ranges = asyncio.Semaphore(limits.ranges_max)
-        self.streams: set[ControlStream] = set()
-        self.is_draining = False
-        self._open: dict[asyncio.Task[Any], tuple[Caller, Any]] = {}
-        """The tasks of the methods that are under way, who called them, and their contexts."""
-        self._ending: set[asyncio.Task[None]] = set()
-        """Tasks of `_end`: the event loop itself keeps none alive."""
-        stream = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
-        stream["ListFlights"] = self._list_flights
+        self.appending = Budget(limits.append_bytes_max, "appends that are not stored yet")
+        self.reading = Room(limits)
+        self.streams: dict[Stream, Caller] = {}
+        """The streams that are open, and who has opened each."""
+        self.open = 0
+        """How many calls are open."""
+        self._is_draining = False
+        several = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
+        several["ListFlights"] = self._list_flights
         both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
         single = {"GetFlightInfo": self._get_flight_info, "GetSchema": self._get_schema}
         self._handlers = {
-            **{
-                f"/{flight.SERVICE}/{name}": grpc.unary_stream_rpc_method_handler(_told(each))
-                for name, each in stream.items()
-            },
-            **{
-                f"/{flight.SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(_told(each))
-                for name, each in both.items()
-            },
-            **{
-                f"/{flight.SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(_answered(each))
-                for name, each in single.items()
-            },
-            f"/{HEALTH}/Check": grpc.unary_unary_rpc_method_handler(self._check_health),
+            f"/{flight.SERVICE}/{name}": handler(self._guarded(method, is_stream=methods is not single))
+            for handler, methods in (
+                (grpc.unary_stream_rpc_method_handler, several),
+                (grpc.stream_stream_rpc_method_handler, both),
+                (grpc.unary_unary_rpc_method_handler, single),
+            )
+            for name, method in methods.items()
         }
 
     def service(self, handler_call_details: Any) -> Any:
         return self._handlers.get(handler_call_details.method)
 
-    async def _by(self, context: Any) -> Served:
-        """The hub for the caller of this method. From now on the method is ended when the caller's token is revoked.
-        Raises Unauthenticated."""
-        metadata = dict(context.invocation_metadata() or ())
-        gate, identities = self._served.gate, context.auth_context()
-        if gate.may_block(metadata):
-            caller = await run(self._pools.calls, functools.partial(gate.identify, metadata, identities))
-        else:
-            caller = gate.identify(metadata, identities)
-        if (task := asyncio.current_task()) is not None:
-            self._open[task] = caller, context
-            task.add_done_callback(lambda task: self._open.pop(task, None))
-        return replace(self._served, caller=caller)
-
     async def refresh(self) -> None:
-        """Read the tokens file again if it has changed, and end what a token has open that is not valid any more."""
+        """Read the tokens file again if it has changed, and end the streams of tokens that are not valid any more. An
+        action ends by itself."""
         gate = self._served.gate
         await run(self._pools.calls, gate.refresh)
-        for task, (caller, context) in list(self._open.items()):
+        for stream, caller in list(self.streams.items()):
             if not gate.is_valid(caller):
-                del self._open[task]
-                ending = asyncio.create_task(_end(task, context, is_accepted=gate.is_accepted(caller)))
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
+                # Accepted, with other permissions than before: the client is to connect again.
+                changed = Closed("the permissions of the token have changed: connect again")
+                stream.end(changed if gate.is_accepted(caller) else unauthenticated())
 
-    async def _do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        served = await self._by(context)  # before the wait: who is not accepted takes nobody's place
-        ticket = _json(flight.read_ticket(request), "the ticket")
-        if staging.is_staged(ticket):
-            async with self._ranges:
-                async for message in staging.read_staged(served, self._pools, ticket):
-                    yield message
-            return
-        async with self._readers if "positions" in ticket else self._ranges:
-            async for message in read(served, self._pools, self._limits, Given("DoGet", ticket)):
-                yield message
+    def leave(self) -> None:
+        """Take no further calls, and tell the open streams that the server will end."""
+        self._is_draining = True
+        for stream in list(self.streams):
+            stream.leave()
 
-    async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        served, messages = await self._by(context), aiter(messages)
-        first, about = await read_first(messages)
-        check_schema(first)
-        if staging.is_stage(about):
-            answers = staging.stage(served, self._pools, self._budget, about, messages)
-        else:
-            answers = appends(served, self._pools, self._limits, self._budget, about, messages)
-        async for answer in answers:
-            yield answer
+    # The methods.
 
-    async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        stream = ControlStream(await self._by(context), self._pools, self._limits)
-        self.streams.add(stream)
+    async def _do_get(self, served: Served, request: bytes, context: Any) -> None:
+        given = Given("DoGet", self._json(flight.read_ticket(request), "the ticket"))
+        kind = StagedReadStream if is_staged(given.found) else ReadStream
+        stream = kind(served, self._pools, self._limits, self.reading)
+        await self._serve(stream, served, stream.serve(given, context.write))
+
+    async def _do_put(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
+        stream = PutStream(served, self._pools, self._limits, self.appending)
+        await self._serve(stream, served, stream.serve(messages, context.write))
+
+    async def _do_exchange(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
+        stream = ControlStream(served, self._pools, self._limits)
+        await self._serve(stream, served, stream.serve(messages, context.write))
+
+    async def _serve(self, stream: Stream, served: Served, serving: Awaitable[None]) -> None:
+        self.streams[stream] = served.caller
         try:
-            await stream.serve(messages, context.write)
+            await serving
         finally:
-            self.streams.discard(stream)
-        return
-        yield b""  # makes this an asynchronous generator, as the other methods are
+            del self.streams[stream]
 
-    async def _do_action(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def _do_action(self, served: Served, request: bytes, context: Any) -> None:
         arrived_at = self._served.hub.registry.clock.now()
         name, body = flight.read_action(request)
         if name in calls.WATCHING:
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
-        arguments = _json(body or b"{}", "the body")
+        arguments = self._json(body or b"{}", "the body")
         pool = calls.pool_of(self._pools, name)
-        found = await run(pool, functools.partial(calls.call, await self._by(context), name, arguments, arrived_at))
-        yield flight.result(wire.dumps(found))
+        found = await run(pool, functools.partial(calls.call, served, name, arguments, arrived_at))
+        await context.write(flight.result(wire.dumps(found)))
 
-    async def _list_actions(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        await self._by(context)
+    async def _list_actions(self, served: Served, request: bytes, context: Any) -> None:
         for name in calls.CALLS:
-            yield flight.action_type(name, "see docs/wire.md")
+            await context.write(flight.action_type(name, "see docs/wire.md"))
 
-    async def _list_flights(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        served = await self._by(context)
-        found = await run(self._pools.calls, self._served.hub.topics)
+    async def _list_flights(self, served: Served, request: bytes, context: Any) -> None:
+        found = await run(self._pools.calls, served.hub.topics)
         for topic in served.gate.topics(served.caller, found, lambda topic: topic.name):
-            yield _info(topic.name, topic.partitions, topic.id)
+            await context.write(_info(topic.name, topic.partitions, topic.id))
 
-    async def _get_flight_info(self, request: bytes, context: Any) -> bytes:
-        given = Given("GetFlightInfo", {"topic": "/".join(flight.read_descriptor(request).path)})
-        topic = await run(self._pools.calls, functools.partial(_topic, await self._by(context), given))
+    async def _get_flight_info(self, served: Served, request: bytes, context: Any) -> bytes:
+        path = flight.read_descriptor(request).path
+        if len(path) != 1:
+            raise InvalidArgument("GetFlightInfo: the descriptor's path must be the name of one topic")
+        given = Given("GetFlightInfo", {"topic": path[0]})
+        topic = await run(self._pools.calls, functools.partial(served.permitted_topic, given))
         return _info(topic.name, topic.partitions, topic.id)
 
-    async def _get_schema(self, request: bytes, context: Any) -> bytes:
-        await self._by(context)
+    async def _get_schema(self, served: Served, request: bytes, context: Any) -> bytes:
         return flight.result(SCHEMA.serialize())
 
-    async def _check_health(self, request: bytes, context: Any) -> bytes:
-        return _NOT_SERVING if self.is_draining else _SERVING
+    def _json(self, data: bytes, what: str) -> dict[str, Any]:
+        if len(data) > self._limits.request_bytes_max:
+            raise InvalidArgument(f"{what} has {len(data):,} bytes, and {self._limits.request_bytes_max:,} is the most")
+        try:
+            return wire.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
 
+    def _guarded(self, method: Method, *, is_stream: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+        """The method; an error that it raises ends the call with a status."""
 
-def _topic(served: Served, given: Given) -> TopicLog:
-    served.check(given.call, given.found)
-    return served.topic(given)
+        async def call(request: Any, context: Any) -> Any:
+            self.open += 1
+            try:
+                if is_stream:
+                    # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not
+                    # know that the metadata is sent, and can send no status any more: the call would never end.
+                    await context.send_initial_metadata(())
+                if self._is_draining:
+                    raise Closed("the server is stopping: connect again")
+                if self.open > self._limits.streams_max:
+                    raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
+                return await method(await self._by(context), request, context)
+            except (PxrsError, flight.MalformedMessage) as error:
+                await _abort(context, error)
+            except (asyncio.CancelledError, grpc.aio.AbortError):
+                raise
+            except Exception:
+                if context.cancelled() or context.done():  # the client is gone, so nothing could be sent to it
+                    raise asyncio.CancelledError from None
+                _logger.exception("a call of a client failed")
+                await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
+            finally:
+                self.open -= 1
+
+        return call
+
+    async def _by(self, context: Any) -> Served:
+        """The hub for the caller. Raises Unauthenticated."""
+        gate, metadata = self._served.gate, dict(context.invocation_metadata() or ())
+        identify = functools.partial(gate.identify, metadata, context.auth_context())
+        caller = await run(self._pools.calls, identify) if gate.may_block(metadata) else identify()
+        return replace(self._served, caller=caller)
 
 
 def _info(name: str, partitions: int, identity: str) -> bytes:
@@ -203,66 +235,9 @@ def _info(name: str, partitions: int, identity: str) -> bytes:
     return flight.flight_info(SCHEMA, flight.Descriptor(path=(name,)), tickets)
 
 
-def _json(data: bytes, what: str) -> dict[str, Any]:
-    try:
-        return wire.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{what} is not one JSON object: {error}") from error
-
-
-def _told(method: Callable[[Any, Any], AsyncIterator[bytes]]) -> Callable[[Any, Any], AsyncIterator[bytes]]:
-    """The method; an error that it raises ends the call with a status."""
-
-    async def tell(request: Any, context: Any) -> AsyncIterator[bytes]:
-        try:
-            async for message in method(request, context):
-                yield message
-        except (PxrsError, flight.MalformedMessage) as error:
-            await _abort(context, error)
-        except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
-            raise
-        except Exception:  # noqa: BLE001 - logged; the client gets a status
-            await _fail(context)
-
-    return tell
-
-
-def _answered(method: Callable[[Any, Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[bytes]]:
-    async def answer(request: Any, context: Any) -> bytes:
-        try:
-            return await method(request, context)
-        except (PxrsError, flight.MalformedMessage) as error:
-            await _abort(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception:  # noqa: BLE001 - logged; the client gets a status
-            await _fail(context)
-        return b""
-
-    return answer
-
-
-async def _end(task: asyncio.Task[Any], context: Any, *, is_accepted: bool) -> None:
-    """End a method whose caller's token is not accepted any more; or is, with other permissions than before, so that
-    the client is to connect again. gRPC sends no status for a task that was cancelled: the client would wait for
-    ever."""
-    task.cancel()
-    await asyncio.wait((task,))
-    # AbortError is how `abort` ends the method that calls it. The others say that the method has ended by itself, or
-    # that the client is gone.
-    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
-        if is_accepted:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the permissions of the token have changed: connect again")
-        await _abort(context, unauthenticated())
-
-
 async def _abort(context: Any, error: Exception) -> None:
     told = error if isinstance(error, PxrsError) else InvalidArgument(f"a message cannot be read: {error}")
     code = next((code for kind, code in _STATUSES if isinstance(told, kind)), grpc.StatusCode.UNKNOWN)
-    metadata = ((wire.ERROR_METADATA, wire.error_to_metadata(told)),)
-    await context.abort(code, str(told)[: wire.ERROR_TEXT_MAX], metadata)
-
-
-async def _fail(context: Any) -> None:
-    _logger.exception("a call of a client failed")
-    await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
+    # ASCII: gRPC writes each other byte as three, and does not take every text of Python.
+    details = str(told).encode("ascii", "backslashreplace")[:DETAILS_MAX].decode()
+    await context.abort(code, details, ((wire.ERROR_METADATA, wire.error_to_metadata(told)),))

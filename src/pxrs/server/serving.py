@@ -7,26 +7,29 @@ closed. What is not answered within `drain_s` has an unknown outcome for its cli
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
 
-from pxrs.errors import InvalidArgument, PxrsError
+from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
 from pxrs.remote import wire
 from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.issuing import Issuer
 from pxrs.server.auth.names import HubNames
 from pxrs.server.grants import Grants
+from pxrs.server.health import Health
 from pxrs.server.pools import Pools
+from pxrs.server.reads import ReadStream
 from pxrs.server.served import Served
-from pxrs.server.service import Service
+from pxrs.server.service import Service, Stream
 from pxrs.server.settings import ServerLimits
 from pxrs.server.staging import staging_of
 
@@ -34,13 +37,12 @@ _logger = logging.getLogger(__name__)
 
 REFRESH_S: Final = 1.0
 """How often the server looks whether the tokens file has changed."""
-_LOOK_S: Final = 0.05
-_KEEPALIVE: Final = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
+_LOOK_S: Final = 0.02
+_READS_S: Final = 2.0
+"""How long a server that stops waits for reads: they can be made again at no loss."""
+_IDLE_CONNECTION_S: Final = 3600
+_EXTRA_CALLS: Final = 200
+"""Calls of gRPC beyond `streams_max`: health checks, and calls that are being refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +63,17 @@ class Server:
 
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
-        self._pools = Pools(settings.limits)
+        self.pools = Pools(settings.limits)
         gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get), issuer=Issuer(lambda: hub.registry))
         grants = Grants(hub.registry, settings.limits.leases_max)
         served = Served(hub, grants, uuid.uuid4().hex, gate, staging_of(hub))
-        self._service = Service(served, self._pools, settings.limits)
+        self.grants = served.grants
+        self.service = Service(served, self.pools, settings.limits)
+        self._health = Health()
         self._grpc = grpc.aio.server(
-            options=[
-                ("grpc.max_send_message_length", wire.MESSAGE_BYTES_MAX),
-                ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
-                ("grpc.so_reuseport", 0),
-                *_KEEPALIVE,
-            ],
-            maximum_concurrent_rpcs=settings.limits.streams_max,
+            options=_options(settings.limits), maximum_concurrent_rpcs=settings.limits.streams_max + _EXTRA_CALLS
         )
-        self._grpc.add_generic_rpc_handlers((self._service,))
+        self._grpc.add_generic_rpc_handlers((self.service, self._health))
         self._refreshing: asyncio.Task[None] | None = None
         self.address = ""
         """Host and port, once it listens."""
@@ -100,23 +98,63 @@ class Server:
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            await self._service.refresh()
+            try:
+                await self.service.refresh()
+            except Exception:
+                _logger.exception("the tokens file was not looked at; the next try is in %g s", REFRESH_S)
 
     async def stop(self) -> None:
         """Drain, then close the port."""
         if self._refreshing is not None:
             self._refreshing.cancel()
-        self._service.is_draining = True
-        for stream in list(self._service.streams):
-            stream.say_goodbye("the server is stopping")
-        until = asyncio.get_running_loop().time() + self._settings.limits.drain_s
-        while not all(stream.is_idle for stream in self._service.streams):
-            if asyncio.get_running_loop().time() > until:
-                _logger.warning("some calls were not answered before the server stopped")
+        loop = asyncio.get_running_loop()
+        began, drain_s = loop.time(), self._settings.limits.drain_s
+        self._health.leave()
+        self.service.leave()
+        streams = self.service.streams
+        while not all(stream.may_end for stream in streams) and loop.time() < began + drain_s:
+            if loop.time() > began + _READS_S and all(stream.may_end or _is_read(stream) for stream in streams):
                 break
             await asyncio.sleep(_LOOK_S)
-        await self._grpc.stop(grace=max(0.0, min(1.0, until - asyncio.get_running_loop().time())))
-        await asyncio.get_running_loop().run_in_executor(None, self._pools.close)
+        for stream in list(streams):
+            stream.finish()
+        await self._grpc.stop(grace=max(1.0, began + drain_s - loop.time()))
+        if streams:
+            _logger.warning("%d streams were not answered before the server stopped", len(streams))
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self.pools.close()
+        self.grants.close()
+
+
+def _is_read(stream: Stream) -> bool:
+    return isinstance(stream, ReadStream)
+
+
+def _options(limits: ServerLimits) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", wire.MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
+        ("grpc.so_reuseport", 0),
+        # Batches are large: with the defaults, which are for small messages, they arrive at two thirds of the speed.
+        ("grpc.http2.max_frame_size", 1 << 20),
+        ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
+        ("grpc.max_allowed_incoming_connections", limits.connections_max),
+        ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_S * 1000),
+        ("grpc.keepalive_time_ms", int(limits.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients may ask that often
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # gRPC also pings to measure the connection. While such a ping is unanswered, it sends no other one: its time
+        # limit is this one, by default a minute.
+        ("grpc.http2.ping_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
+    ]
+
+
+def _nothing() -> None:
+    """Stands for the function that stops a server until it is started."""
 
 
 @contextmanager
@@ -125,30 +163,29 @@ def serving(hub: Hub, settings: ServerSettings | None = None) -> Iterator[str]:
 
     For tests, and for programs that serve a hub that they use themselves."""
     started: list[str | BaseException] = []
-    is_started, loop = threading.Event(), asyncio.new_event_loop()
-    stopped = asyncio.Event()
+    is_started = threading.Event()
+    stop: Callable[[], object] = _nothing
 
     async def run() -> None:
-        try:
-            server = Server(hub, settings or ServerSettings())
-            await server.start()
-        except BaseException as error:
-            started.append(error)
-            raise
-        else:
-            started.append(f"pxrs://{server.address}")
-        finally:
-            is_started.set()
+        nonlocal stop
+        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop = functools.partial(loop.call_soon_threadsafe, stopped.set)
+        server = Server(hub, settings or ServerSettings())
+        await server.start()
+        started.append(f"pxrs://{server.address}")
+        is_started.set()
         await stopped.wait()
         await server.stop()
 
     def serve() -> None:
         try:
-            loop.run_until_complete(run())
-        except PxrsError:
-            pass  # raised below, on the caller's thread
+            asyncio.run(run())
+        except BaseException as error:
+            if started:
+                raise
+            started.append(error)  # raised below, on the caller's thread
         finally:
-            loop.close()
+            is_started.set()
 
     thread = threading.Thread(target=serve, name="pxrs-serve", daemon=True)
     thread.start()
@@ -160,5 +197,5 @@ def serving(hub: Hub, settings: ServerSettings | None = None) -> Iterator[str]:
     try:
         yield found
     finally:
-        loop.call_soon_threadsafe(stopped.set)
+        stop()
         thread.join()

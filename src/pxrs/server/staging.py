@@ -15,7 +15,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Final
 
 from pxrs.disk import log_error
@@ -29,11 +29,11 @@ from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.publishing.staging.files import NewFile
 from pxrs.publishing.staging.frames import Piece
 from pxrs.remote import flight, wire
-from pxrs.server.appends import MORE_S_MAX, Budget, read_append
+from pxrs.server.appends import AppendStream, Received, receive
 from pxrs.server.given import Given
-from pxrs.server.pools import Pools, run
-from pxrs.server.reads import SCHEMA_MESSAGE
-from pxrs.server.served import Result, Served
+from pxrs.server.pools import run
+from pxrs.server.reads import SCHEMA_MESSAGE, ReadStream
+from pxrs.server.served import Result, Send, Served
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The form of names of queries, files and members."""
@@ -51,12 +51,7 @@ def staging_of(hub: Hub) -> DirectoryStaging | None:
     return None if hub.log.folder is None else DirectoryStaging(str(hub.log.folder))
 
 
-def is_stage(about: dict[str, Any]) -> bool:
-    """Whether the descriptor of a `DoPut` is one of a staged file."""
-    return "stage" in about
-
-
-def is_staged(ticket: dict[str, Any]) -> bool:
+def is_staged(ticket: Mapping[str, Any]) -> bool:
     """Whether a ticket is one for staged files."""
     return "staged" in ticket
 
@@ -233,48 +228,41 @@ CALLS: Final[dict[str, Function]] = {
 # Streams.
 
 
-async def stage(
-    served: Served,
-    pools: Pools,
-    budget: Budget,
-    about: dict[str, Any],
-    messages: AsyncIterator[bytes],
-) -> AsyncIterator[bytes]:
-    """The answer to one stream, after its first message: the name of the file, once it survives a power loss. Raises
-    PxrsError.
+class PutStream(AppendStream):
+    """A stream of `DoPut`: appends, or the batches of one staged file."""
 
-    about: what the descriptor says"""
-    given = Given("DoPut", {**about, "query": about["stage"]})
-    _, query, batch = _place(given)
-    task = given.whole("task")
-    staging = _staging(served)
-    topic = await run(pools.staging, functools.partial(_topic, served, "staging.stage", given))
-    upload = _Upload(topic, lambda: staging.create(topic.topic, query, batch, task))
-    is_finished = False
-    try:
-        async for message in messages:
-            data = flight.read_flight_data(message)
-            if not len(data.header):
-                found = await run(pools.staging, functools.partial(upload.finish, data))
-                is_finished = True
-                yield flight.result(wire.dumps(found))
-                break
-            taken = await budget.take(len(message), MORE_S_MAX)
-            try:
-                await run(pools.staging, functools.partial(upload.add, data))
-            finally:
-                await budget.give_back(taken)
-    except OSError as error:
-        raise log_error(error) from error
-    finally:
-        if not is_finished:
-            await run(pools.staging, upload.discard)
-
-
-def _topic(served: Served, call: str, given: Given) -> TopicLog:
-    """The topic of a stream, if the caller may begin it. call: the name by which the gate knows the stream."""
-    served.check(call, given.found)
-    return served.topic(given)
+    async def _serve_begun(self, given: Given, messages: AsyncIterator[bytes], send: Send) -> None:
+        if "stage" not in given.found:
+            await super()._serve_begun(given, messages, send)
+            return
+        staged = Given("staging.stage", {**given.found, "query": given.found["stage"]})
+        _, query, batch = _place(staged)
+        task, staging, pool = staged.whole("task"), _staging(self._served), self._pools.staging
+        topic = await run(pool, functools.partial(self._served.permitted_topic, staged))
+        upload = _Upload(topic, lambda: staging.create(topic.topic, query, batch, task))
+        is_finished = False
+        try:
+            # A client sends its file at once: one that stops in the middle must not hold it for ever.
+            while (message := await self._next(messages, is_rest=True)) is not None:
+                data = flight.read_flight_data(message)
+                if not len(data.header):
+                    found = await run(pool, functools.partial(upload.finish, data))
+                    is_finished = True
+                    await send(flight.result(wire.dumps(found)))
+                    return
+                received = receive(message, self._limits.append_decoded_bytes_max)
+                size = len(message) + received.layout.decoded_bytes
+                taken = await self._budget.take(size, self._limits.append_rest_s)
+                try:
+                    await run(pool, functools.partial(upload.add, received))
+                finally:
+                    self._budget.give_back(taken)
+            raise InvalidRecord("the stream ended before its last message; nothing of the file is kept")
+        except OSError as error:
+            raise log_error(error) from error
+        finally:
+            if not is_finished:
+                await run(self._pools.releases, upload.discard)
 
 
 class _Upload:
@@ -295,8 +283,8 @@ class _Upload:
             self._file = self._create()
         return self._file
 
-    def add(self, data: flight.FlightData) -> None:
-        append, _ = read_append(data)
+    def add(self, received: Received) -> None:
+        append = received.append()
         number, most = append.partition, self._topic.partitions - 1
         if not 0 <= number <= most:
             raise InvalidRecord(f"{self._topic.name} has no partition {number}; it has 0 to {most}")
@@ -322,17 +310,23 @@ class _Upload:
                 self._file.discard()
 
 
-async def read_staged(served: Served, pools: Pools, ticket: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The pieces of staged files, as messages. Raises PxrsError."""
-    given = Given("DoGet", {**ticket, "query": ticket["staged"]})
-    _, query, batch = _place(given)
-    files, staging = _names(given, "files"), _staging(served)
-    topic = await run(pools.staging, functools.partial(_topic, served, "staging.read", given))
-    yield SCHEMA_MESSAGE
-    pieces = staging.pieces(topic.topic, query, batch, files)
-    while messages := await run(pools.staging, functools.partial(_some, pieces)):
-        for message in messages:
-            yield message
+class StagedReadStream(ReadStream):
+    """The batches of staged files, for a driver that reads them."""
+
+    async def _answer(self, given: Given, send: Send) -> None:
+        staged = Given("staging.read", {**given.found, "query": given.found["staged"]})
+        _, query, batch = _place(staged)
+        files, staging, pool = _names(staged, "files"), _staging(self._served), self._pools.staging
+        topic = await run(pool, functools.partial(self._served.permitted_topic, staged))
+        await send(SCHEMA_MESSAGE)
+        pieces = staging.pieces(topic.topic, query, batch, files)
+        while messages := await run(pool, functools.partial(_some, pieces)):
+            for message in messages:
+                taken = await self._room.take(len(message))
+                try:
+                    await self._room.send(self, message, send)
+                finally:
+                    self._room.budget.give_back(taken)
 
 
 def _some(pieces: Iterator[Piece]) -> list[bytes]:

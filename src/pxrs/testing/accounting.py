@@ -30,7 +30,7 @@ from pxrs.clock import SYSTEM
 from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.events import GroupEvents
 from pxrs.group.lane import Lane
-from pxrs.group.records import Checkpoint, Keys, partition_of
+from pxrs.group.records import Checkpoint, Keys, Member, partition_of
 from pxrs.log.joined import JoinedSource
 from pxrs.log.numbering import TopicPartition
 from pxrs.model import Message
@@ -56,6 +56,8 @@ class Ownership:
     """The checkpoints that the registry is known to have accepted from this owner."""
     kept_at: list[float] = field(default_factory=list)
     """When each of these checkpoints was sent."""
+    is_lost: bool = False
+    """Whether the owner has noticed that it lost the partition, instead of giving it up with a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
             elif kind == "handled":
                 found[partition, epoch].handled.append(offset)
                 found[partition, epoch].handled_at.append(float(rest[3]))
+            elif kind == "lost":
+                found[partition, epoch].is_lost = True
             elif kind == "kept":
                 kept.setdefault((partition, epoch), []).append((offset, float(rest[3])))
     for place, ownership in found.items():
@@ -184,6 +188,27 @@ def account(
     return Account(count, lost, out_of_order, redone, wrong_starts, late, len(ownerships), unfenced)
 
 
+def redone_without_loss(ownerships: Sequence[Ownership]) -> int:
+    """How many messages were handled again although no member that handled them before has lost the partition. Only for
+    members that were neither killed nor stopped for good: those write no loss down."""
+    count = 0
+    for at, each in enumerate(ownerships):
+        before = (former for former in ownerships[:at] if former.partition == each.partition and not former.is_lost)
+        count += len({offset for former in before for offset in former.handled}.intersection(each.handled))
+    return count
+
+
+def checkpoints(registry: Registry, group: str, *topic_ids: str) -> list[int]:
+    """The checkpoints of all partitions of these topics, topic after topic."""
+    entries = [entry for id in topic_ids for entry in registry.scan(f"{Keys(group).checkpoints}{id}/")]
+    return [Checkpoint.load(entry.key, entry.value).offset for entry in entries]
+
+
+def members(registry: Registry, group: str) -> set[str]:
+    """The names of the members that the group has now."""
+    return {Member.load(entry.key, entry.value).name for entry in registry.scan(Keys(group).members)}
+
+
 def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # first: it may come while the store is slow to open
@@ -198,6 +223,10 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
             for lane in lanes:
                 note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())
             super().lanes_assigned(lanes)
+
+        def lane_lost(self, lane: Lane) -> None:
+            note("lost", lane.partition, lane.epoch, lane.position, SYSTEM.now())
+            super().lane_lost(lane)
 
     class NotedConsumer(Consumer):
         _events_type = NotedEvents

@@ -13,6 +13,7 @@ The fork server ends with the process that uses it.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from typing import Any, Final, Self, TypedDict, Unpack
 
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["pxrs.testing.preloaded"])
+_PR_SET_PDEATHSIG: Final = 1
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -57,9 +59,11 @@ class Forked:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] = ".",
         has_group: bool = False,
+        is_mortal: bool = False,
     ) -> None:
         """module: its name, or the path of a file, which ends in `.py`.
         has_group: the child begins a process group of its own, as behind a shell's prompt.
+        is_mortal: on Linux, the child is killed when the process that uses the fork server ends, however that ends.
         stdin, stdout, stderr: descriptors, which stay open in this process. By default the child has nothing to read
         and writes where this process does."""
         null = os.open(os.devnull, os.O_RDWR)
@@ -68,7 +72,8 @@ class Forked:
             streams = [_Stream(each) for each in (*given, 2 if stderr is None else stderr)]
             variables = dict(os.environ if env is None else env)
             self._process = _CONTEXT.Process(
-                target=_become, args=(module, list(arguments), streams, variables, os.path.abspath(cwd), has_group)
+                target=_become,
+                args=(module, list(arguments), streams, variables, os.path.abspath(cwd), has_group, is_mortal),
             )
             self._process.start()
         finally:
@@ -164,10 +169,16 @@ def _become(
     variables: dict[str, str],
     folder: str,
     has_group: bool,
+    is_mortal: bool,
 ) -> None:
     """The child: become what `python -m MODULE ARGUMENTS` would be."""
     if has_group:
         os.setpgid(0, 0)
+    if is_mortal and sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with its user, and then this
+        if os.getppid() != parent:
+            os._exit(1)
     for number, stream in enumerate(streams):
         os.dup2(stream.descriptor, number)
         os.close(stream.descriptor)

@@ -123,12 +123,12 @@ class Election:
         """The keys of the election; None if no election is possible: no registry that other processes share, or no id
         of the hub."""
         registry, belonging = self._parts.registry, self._parts.belonging
-        if self._parts.log.is_kept_by_server:
+        if self._parts.log.is_kept_by_server:  # a client: it is never elected, and shows who was
             home = self._parts.check_registry()
-            return None if home is None else UpkeepKeys(home.hub)
-        if belonging is None or registry.is_in_memory or registry.is_missing:
+        elif belonging is None or registry.is_in_memory or registry.is_missing:
             return None
-        home = belonging.check()
+        else:
+            home = belonging.check()
         return None if home is None else UpkeepKeys(home.hub)
 
     def _is_held(self, registry: Registry, keys: UpkeepKeys) -> bool:

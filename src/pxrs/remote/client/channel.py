@@ -18,6 +18,8 @@ import grpc
 from pxrs.remote import flight, wire
 from pxrs.remote.client.settings import Settings
 
+HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
+"""gRPC's health check: the one call that needs no token."""
 DRAIN_S_MAX: Final = 10.0
 """How long streams may go on after the goodbye of the server."""
 _OPTIONS: Final = (
@@ -37,7 +39,8 @@ _OPTIONS: Final = (
 
 
 class Channel:
-    """The methods of Flight that the client uses. Messages are bytes in both directions. Threads share it."""
+    """The methods of Flight that the client uses, and the health check. Messages are bytes in both directions. Threads
+    share it."""
 
     def __init__(self, target: str, settings: Settings) -> None:
         token = settings.token()
@@ -52,6 +55,7 @@ class Channel:
         self.get: Any = self._channel.unary_stream(f"/{flight.SERVICE}/DoGet")
         self.put: Any = self._channel.stream_stream(f"/{flight.SERVICE}/DoPut")
         self.exchange: Any = self._channel.stream_stream(f"/{flight.SERVICE}/DoExchange")
+        self.health: Any = self._channel.unary_unary(HEALTH_CHECK)
         self._lock = threading.Lock()
         self._users = 0
         self._is_retired = False

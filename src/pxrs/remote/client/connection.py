@@ -68,7 +68,7 @@ class Connection:
         if is_renewal:
             return self._call(name, arguments, until, is_renewal)
         if not self._places.acquire(timeout=timeout_s):
-            raise Unanswered(f"{CALLS_MAX} calls of this process have no answer yet", was_sent=False)
+            raise Unanswered(f"{CALLS_MAX} calls of this process wait already", was_sent=False)
         try:
             return self._call(name, arguments, until, is_renewal)
         finally:

@@ -32,7 +32,10 @@ _REFUSALS: Final = frozenset(
 """Statuses without an error of pxrs that will be the same if the call is made again."""
 
 
-_REPEATED: Final = re.compile(r"^failed to connect to all addresses; last error: (?:[A-Z]+: )?(?:ipv[46]:\S+ )?")
+_WORDS_OF_GRPC: Final = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (ipv[46]:\S+: )?(Failed to connect to remote host: )?"
+)
+"""What gRPC writes before the reason of a failed connection; the address is told otherwise."""
 
 
 class Unanswered(Exception):
@@ -63,9 +66,10 @@ def error_in(failure: Any) -> PxrsError | None:
 
 
 def text_of(failure: Any) -> str:
-    """What gRPC says about a failed call, without what it repeats."""
-    code, text = failure.code(), failure.details() or "no details"
-    return f"{_REPEATED.sub('', text)} ({'unknown' if code is None else code.name})"
+    """What gRPC says about a failed call."""
+    code = failure.code()
+    details = _WORDS_OF_GRPC.sub("", failure.details() or "no details")
+    return f"{details} ({'unknown' if code is None else code.name})"
 
 
 def is_lasting(failure: Any) -> bool:

@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from pxrs.errors import Closed, InvalidUrl, PxrsError
+from pxrs.errors import Closed, InvalidUrl, PxrsError, Unauthenticated
+from pxrs.remote.client import tls
 from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import ControlStream
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
@@ -63,7 +64,8 @@ class Link:
         """The stream that the thread connects or reads now."""
         self._refusal: Exception | None = None
         """Why the last server that answered will not serve this client; None once it may."""
-        self._why = "no server has answered yet"
+        self._why = "nothing came in time"
+        """Why there is no stream now."""
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self.was_connected = False
@@ -96,12 +98,17 @@ class Link:
                         raise copy.copy(self._refusal)
                     left = until - time.monotonic()
                     if left <= 0:
-                        raise Unanswered(self._why, was_sent=False)
+                        raise Unanswered(self._why_not(), was_sent=False)
                     self._changed.wait(left)
                     self._check_open()
                 return self._stream
             finally:
                 self._needs -= 1
+
+    def _why_not(self) -> str:
+        if self.was_connected:
+            return self._why
+        return f"no server answers: {self._why}; is `pxrs serve` running there?"
 
     def close(self) -> None:
         """End the stream and the thread, from any thread. Idempotent."""
@@ -158,8 +165,16 @@ class Link:
         try:
             self._check_open()
             stream.greet(min(CONNECT_S_MAX, self._settings.timeout_s))
+        except Unauthenticated as error:
+            stream.end(str(error))
+            where = self._settings.token_place
+            raise Unauthenticated(f"{self._settings.shown}: {error}. Clients take it from {where}") from None
         except BaseException as error:
             stream.end(str(error))
+            if isinstance(error, Unanswered) and not self.was_connected:
+                refusal = tls.refusal(str(error), target, self._settings)
+                if refusal is not None:
+                    raise refusal from error
             raise
         with self._changed:
             self._stream, self._refusal, self.was_connected = stream, None, True

@@ -13,10 +13,12 @@ from pxrs.errors import (
     DamagedFrame,
     OutcomeUnknown,
     ReadFailed,
+    RegistryUnavailable,
     TopicExists,
 )
 from pxrs.log.contract import DamagedTopic, Log
 from pxrs.model import Topic
+from pxrs.registry.limit import seconds_left
 from pxrs.remote import wire
 from pxrs.remote.client.faults import AWAY, Unanswered
 from pxrs.remote.client.session import Session
@@ -101,7 +103,13 @@ class RemoteLog(Log):
         if known is not None and time.monotonic() < known[0] + IDENTITY_S and not (joins and known[1] is None):
             return known[1]
         asked_at = time.monotonic()
-        found = self._session.ask("hub.identity", {"joins": joins})
+        connection = self._session.connection()
+        try:
+            # With the timeout and the error of the registry, and not with the patience of the log: who asks is about to
+            # use the registry.
+            found = connection.ask("hub.identity", {"joins": joins}, seconds_left(connection.settings.timeout_s))
+        except Unanswered as error:
+            raise RegistryUnavailable(f"{self.url}: {error}") from error
         identity = None if found["hub"] is None else (str(found["hub"]), str(found["place"]))
         self._identity = asked_at, identity
         return identity

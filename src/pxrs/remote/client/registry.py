@@ -43,7 +43,7 @@ class RemoteRegistry(Registry):
             self._closed = True
             release(self._connection)
             if isinstance(error, Unanswered):
-                raise RegistryUnavailable(f"{self.url}: {error}; does `pxrs serve` run there?") from error
+                raise RegistryUnavailable(f"{self.url}: {error}") from error
             raise
 
     def _is_idle(self) -> bool:

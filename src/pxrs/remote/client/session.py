@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from pxrs import dropped
 from pxrs.errors import Closed, ReadFailed, UsedAfterFork
 from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection, acquire, release
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
@@ -56,7 +58,7 @@ class Session:
             except (Unanswered, *AWAY) as error:
                 self.connection()  # raises Closed if the log was closed meanwhile
                 if isinstance(error, Refused) or time.monotonic() + pause_s >= until:
-                    raise ReadFailed(f"{self.url}: {error}; does `pxrs serve` run there?") from error
+                    raise ReadFailed(f"{self.url}: {error}") from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -69,3 +71,9 @@ class Session:
         if not was_closed:
             self.subscriptions.close()
             release(self._connection)
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_closed", True) or os.getpid() != self._pid or sys.is_finalizing():
+            return
+        dropped.apart(self.close)
+        dropped.warn(f"the log {self.url}", "its connection is closed now", self)

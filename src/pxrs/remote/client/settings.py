@@ -71,6 +71,15 @@ class Settings:
         found.token()
         return found
 
+    @property
+    def token_place(self) -> str:
+        """Where the token is taken from, for messages."""
+        if self.token_file is not None:
+            return f"token_file={self.token_file}"
+        if self.given_token is not None:
+            return f"{TOKEN_VARIABLE} or ?token_file=FILE in the address; {TOKEN_VARIABLE} is set"
+        return f"{TOKEN_VARIABLE} or ?token_file=FILE in the address; neither is given"
+
     def token(self) -> str | None:
         """The token to send, None if there is none. The file is read each time: a token may be replaced while the
         process runs. Raises InvalidUrl, which does not show the token."""

@@ -224,9 +224,8 @@ class Gate:
         if type(error) is Conflict:
             return visible_conflict(error, caller.grants, self._names)
         if type(error) is UnknownTopic:
-            return UnknownTopic(
-                error.topic, [name for name in error.choices if caller.grants.may("topic", name, "describe")]
-            )
+            visible = [name for name in error.choices if caller.grants.may("topic", name, "describe")]
+            return error if len(visible) == len(error.choices) else UnknownTopic(error.topic, visible)
         return error
 
 
@@ -248,7 +247,8 @@ def _not_permitted(call: str) -> NotPermitted:
 
 def visible_conflict(conflict: Conflict, grants: Grants, names: Names) -> Conflict:
     """The conflict with the keys that the caller may read."""
-    return Conflict([key for key in conflict.keys if may_read(grants, names, key)])
+    visible = [key for key in conflict.keys if may_read(grants, names, key)]
+    return conflict if len(visible) == len(conflict.keys) else Conflict(visible)
 
 
 def _by_certificate(known: Tokens, identities: Identities) -> Token | None:

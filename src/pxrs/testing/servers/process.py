@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from pxrs.errors import MissingDependency, PxrsError
+from pxrs.testing.forked import Forked
 
 try:
     import psutil
@@ -171,6 +172,8 @@ def package_folder(package: str, distribution: str) -> Path:
 class Server(abc.ABC):
     """One server process with its own folder and ports. The folder lasts until `close`, the process until `stop`."""
 
+    # Over the limit: one method for each thing that a test does to a server or asks of it.
+
     scheme: ClassVar[str]
     _stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
     _death_signal: ClassVar[signal.Signals] = signal.SIGKILL  # sent when the tests' process is gone
@@ -180,7 +183,7 @@ class Server(abc.ABC):
         (self.port,) = free_ports(1)
         self._folder: Path | None = None
         self._remove: Callable[[], object] = lambda: None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._is_paused = False
 
     @abc.abstractmethod
@@ -225,7 +228,7 @@ class Server(abc.ABC):
             if self._folder is None:
                 self._make_folder()
             command, log = self._command(self.directory), self.directory / "log"
-            self._process = _launch(command, log, self._death_signal, self._user(), self._environment())
+            self._process = self._launch(command, log)
             if wait:
                 self.wait_until_ready()
         except BaseException:
@@ -307,6 +310,10 @@ class Server(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.host}:{self.port})"
 
+    def _launch(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes] | Forked:
+        """Run `command` with its output appended to `log`."""
+        return _launch(command, log, self._death_signal, self._user(), self._environment())
+
     def _make_folder(self) -> None:
         folder = temporary_folder()
         self._remove = weakref.finalize(self, remove_folder, folder, os.getpid())
@@ -320,7 +327,7 @@ class Server(abc.ABC):
     def _environment(self) -> Mapping[str, str]:
         return {}
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes] | Forked:
         if self._process is None or self._process.poll() is not None:
             raise ServerFailed(f"{self!r} does not run:\n{self.log_tail()}")
         return self._process

@@ -1,0 +1,18 @@
+"""Members that read several topics, over a server: their tests, unchanged."""
+
+from __future__ import annotations
+
+import pytest
+
+from pxrs.hub import Hub
+from tests.integration.served.suites import suite
+
+globals().update(suite("tests.unit.consumer.test_several_topics", without=("TestFairness",)))  # of local logs
+
+
+@pytest.fixture
+def hub(hub: Hub) -> Hub:
+    """With the topics that these tests read."""
+    hub.create_topic("orders", partitions=2)
+    hub.create_topic("returns", partitions=3)
+    return hub
