@@ -29,7 +29,7 @@ class Served:
     instance: str
     """New with each start of the server."""
     gate: Gate
-    staging: DirectoryStaging | None
+    staging: DirectoryStaging | None = None
     """Where the rows of Spark's tasks are staged; None if the hub is not in a directory."""
     caller: Caller = ANYONE
 
