@@ -104,6 +104,15 @@ def running(processes: Iterable[psutil.Process], name: str) -> list[psutil.Proce
     return found
 
 
+def commands_of(processes: Iterable[psutil.Process]) -> list[str]:
+    """What these processes run, of those that still live."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            found.append(" ".join(process.cmdline())[-200:])
+    return found
+
+
 class Chaos(ExitStack):
     def __init__(
         self, folder: Path, registry: str = "file", master: str = LOCAL_CLUSTER, *, is_served: bool = False
@@ -288,8 +297,10 @@ class Chaos(ExitStack):
         stdin.close()
         assert self.driver.process.wait(PATIENCE_S) == 0, self.tell("the last driver")
         until = time.monotonic() + PATIENCE_S
-        while any(driver.processes() for driver in self.drivers) or (self.worker and self.worker.executors()):
-            assert time.monotonic() < until, self.tell("processes are left behind")
+        while left := [each for driver in self.drivers for each in driver.processes()] + (
+            [] if self.worker is None else self.worker.executors()
+        ):
+            assert time.monotonic() < until, self.tell(f"processes are left behind: {commands_of(left)}")
             time.sleep(0.05)
 
     def check(self) -> None:

@@ -555,6 +555,21 @@ def test_an_error_that_ends_the_stream_of_an_append_is_raised(peer: Peer) -> Non
     log.close()
 
 
+def test_w1_an_append_whose_stream_ends_with_the_token_may_be_stored(peer: Peer) -> None:
+    """The server ends the streams of a revoked token at once, also while it stores an append."""
+    log, topic, _ = open_topic(peer)
+    for error in (Unauthenticated("revoked"), Closed("the permissions have changed: connect again")):
+        appending = aside(lambda: topic.append([append()]))
+        put = peer.puts.get(timeout=20)
+        put.next_data()
+        put.next_data()
+        put.cut(error)
+        (outcome,) = appending.result()
+        assert isinstance(outcome, MaybeStored)
+        assert isinstance(outcome.error, AppendUnknown)
+    log.close()
+
+
 # Connecting.
 
 

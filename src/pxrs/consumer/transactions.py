@@ -58,13 +58,13 @@ from pxrs.limited_log import Outage
 from pxrs.log.batch import Batch
 from pxrs.model import Message, TopicPartition
 from pxrs.registry.sql.borrowed import (
+    Borrowable,
     BorrowedConnection,
     Connection,
     DriverError,
     Engine,
     Fault,
-    SqlRegistry,
-    fault_of_engine,
+    borrowable_of,
 )
 
 _logger = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ class _Loop:
         self.keys = self.member.keys
         fields = {"group": self.keys.group, "member": self.member.name}
         self._outage = Outage(_logger, f"group {self.keys.group}: before a transaction", extra=fields)
-        self.registry = self._check_kinds(engine)
+        self.registry = self.member.session.registry
+        self.borrowable = self._check_kinds(engine)
         hand_out.settling.check_possible(Event.SQL)
         self._is_checked = self._check_engine()
 
@@ -169,7 +170,7 @@ class _Loop:
 
     def take(self, lane: Lane, batch: Batch, connection: Connection) -> _Taken | None:
         """Begin a transaction and take messages in hand; None if that is not possible now."""
-        hand_out, borrowed = self.hand_out, BorrowedConnection(connection, self.registry)
+        hand_out, borrowed = self.hand_out, BorrowedConnection(connection, self.borrowable)
         holding = self.member.session.holding(lane)
         if holding is None or not self.begin(borrowed):
             self.put_back(lane)
@@ -235,12 +236,11 @@ class _Loop:
                 lane.seek(holding.checkpoint.offset)
         return False
 
-    def _check_kinds(self, engine: Engine) -> SqlRegistry:
-        registry = self.member.session.registry
-        if fault := fault_of_engine(engine, registry):
-            raise InvalidGroup(fault)
-        assert isinstance(registry, SqlRegistry)
-        return registry
+    def _check_kinds(self, engine: Engine) -> Borrowable:
+        found = borrowable_of(engine, self.registry)
+        if isinstance(found, str):
+            raise InvalidGroup(found)
+        return found
 
     def _check_engine(self) -> bool:
         """Raise InvalidGroup unless the engine is connected to the database of the registry. False if that is not known
@@ -255,7 +255,7 @@ class _Loop:
             return False
         mismatch = f"the engine {self.engine.url!r} does not lead to the tables of the registry {self.registry.url}"
         with self.engine.connect() as connection:
-            borrowed = BorrowedConnection(connection, self.registry)
+            borrowed = BorrowedConnection(connection, self.borrowable)
             try:
                 if not self.begin(borrowed):
                     return False

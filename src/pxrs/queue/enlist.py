@@ -56,7 +56,10 @@ def put_in(connection: Connection, store: QueueStore, put: Put) -> None:
 
 def _check_kinds(connection: Connection, registry: Registry) -> SqlRegistry:
     if not is_borrowable(registry):
-        raise InvalidItem(f"the registry {registry.url} is no PostgreSQL or SQLite database: put without connection=")
+        raise InvalidItem(
+            f"the registry {registry.url} is no PostgreSQL or SQLite database that is open here: put without "
+            "connection=, or open the queues by pxrs.open(registry=...) with the address of the database"
+        )
     assert isinstance(registry, SqlRegistry)
     if fault := fault_of_connection(connection, registry):
         raise InvalidItem(fault)

@@ -46,11 +46,11 @@ from pxrs.errors import (
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
 from pxrs.registry.limit import check_time
 from pxrs.registry.renewal import Renewer
-from pxrs.registry.values import ABSENT, Commit, Entry, Limits, check_commit, check_key, check_prefix
+from pxrs.registry.values import ABSENT, Commit, Entry, Limits, SqlPlace, check_commit, check_key, check_prefix
 from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
 from pxrs.scheduler import Scheduler
 
-__all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry"]
+__all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry", "SqlPlace"]
 
 TIMEOUT_S_DEFAULT: Final = 10.0
 CLOSERS_MAX: Final = 16
@@ -300,6 +300,15 @@ class Registry(ABC):
     def _forget_watch(self, watch: Watch) -> None:
         for unused in self._watches.remove(watch):
             self._unwatch(unused)
+
+    def sql_place(self) -> SqlPlace | None:
+        """Where the keys are in a SQL database; None if this store is none. Asks the server if there is one between:
+        raises RegistryUnavailable."""
+        return None
+
+    def check_usable(self) -> None:
+        """Raise Closed or UsedAfterFork if this handle may not be used."""
+        self._check_usable()
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -41,6 +41,17 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class SqlPlace:
+    """Where the keys of a registry are in a SQL database, for who runs its statements on a connection of their own."""
+
+    dialect: str
+    """postgresql, sqlite or oracle."""
+    namespace: str
+    channel: str
+    """Where a commit notifies watches; empty if the database cannot."""
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The arguments of one commit. After `check_commit`, no key is in two of `put`, `ephemeral` and `delete`."""
 

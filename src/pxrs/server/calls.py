@@ -160,6 +160,11 @@ def _commit(served: Served, given: Given, at: float) -> Result:
     return {"versions": versions}
 
 
+def _sql(served: Served, given: Given, at: float) -> Result:
+    place = served.hub.registry.sql_place()
+    return {"place": None if place is None else [place.dialect, place.namespace, place.channel]}
+
+
 def _lease(served: Served, given: Given, at: float) -> Result:
     return _granted(served.grants.take(given.number("ttl")), at)
 
@@ -221,6 +226,7 @@ CALLS: Final[dict[str, Function]] = {
     "registry.get": _get,
     "registry.scan": _scan,
     "registry.commit": _commit,
+    "registry.sql": _sql,
     "registry.lease": _lease,
     "registry.attach": _attach,
     "registry.renew": _renew,

@@ -137,9 +137,6 @@ def _options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", wire.MESSAGE_BYTES_MAX),
         ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
         ("grpc.so_reuseport", 0),
-        # Batches are large: with the defaults, which are for small messages, they arrive at two thirds of the speed.
-        ("grpc.http2.max_frame_size", 1 << 20),
-        ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
         ("grpc.max_allowed_incoming_connections", limits.connections_max),
         ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_S * 1000),
         ("grpc.keepalive_time_ms", int(limits.keepalive_s * 1000)),

@@ -53,9 +53,9 @@ def start(hub: Hub) -> Iterator[Start]:
     """Start a server with these limits, which is stopped at the end of the test."""
     with ExitStack() as stack:
 
-        def begin(**limits: Any) -> Running:
+        def begin(auth: str | None = None, **limits: Any) -> Running:
             loop = asyncio.new_event_loop()
-            settings = ServerSettings(limits=ServerLimits(**{"drain_s": 2.0, **limits}))
+            settings = ServerSettings(limits=ServerLimits(**{"drain_s": 2.0, **limits}), auth=auth)
             found: list[Running] = []
 
             async def run() -> None:

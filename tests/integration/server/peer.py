@@ -30,6 +30,19 @@ def connect(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Chann
     return grpc.insecure_channel(target(address), given)
 
 
+class WithToken(grpc.StreamStreamClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    """Adds a token to each call."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def _intercept(self, call: Any, details: Any, request: Any) -> Any:
+        metadata = (*(details.metadata or ()), ("authorization", f"Bearer {self._token}"))
+        return call(details._replace(metadata=metadata), request)
+
+    intercept_stream_stream = intercept_unary_stream = _intercept
+
+
 def method(name: str, service: str = flight.SERVICE) -> str:
     return f"/{service}/{name}"
 

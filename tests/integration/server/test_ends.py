@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pxrs.errors import Closed
+from pxrs.errors import Closed, Unauthenticated
 from pxrs.hub import Hub
 from pxrs.remote import flight
 from pxrs.server.appends import AppendStream
@@ -112,6 +112,32 @@ def test_what_is_under_way_is_answered_before_the_server_stops(start: Start, mon
             put.outcome()
         assert isinstance(error_of(failed.value), Closed), "the second append was not begun"
         stopping.join()
+    assert log.end(0) == 3
+
+
+def test_w1_an_append_that_is_being_stored_when_its_token_is_revoked_is_answered(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the client would be told that nothing was done, although the batch is stored."""
+    log = running.hub.create_topic("t", partitions=1).log
+    real, begun, opened = type(log).append, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        opened.wait(20)
+        return real(*given)
+
+    monkeypatch.setattr(type(log), "append", slow)
+    with connect(running.address) as channel, Put(channel, "t") as put:
+        put.send(records(3).serialize())
+        put.send(records(3).serialize())
+        assert begun.wait(20)
+        running.ask(lambda server: [stream.end(Unauthenticated("revoked")) for stream in server.service.streams])
+        opened.set()
+        assert put.outcome() == {"offset": 0}
+        with pytest.raises(grpc.RpcError) as failed:
+            put.outcome()
+        assert isinstance(error_of(failed.value), Unauthenticated)
     assert log.end(0) == 3
 
 

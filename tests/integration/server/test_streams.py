@@ -10,7 +10,18 @@ import pytest
 from pxrs.errors import InvalidArgument, WireMismatch
 from pxrs.remote import flight
 from tests.integration.server.conftest import Running
-from tests.integration.server.peer import HELLO, Control, Put, act, error_of, method, records, rows
+from tests.integration.server.peer import (
+    CONTROL,
+    HELLO,
+    Control,
+    Put,
+    act,
+    error_of,
+    json_message,
+    method,
+    records,
+    rows,
+)
 
 
 def test_a_control_stream_answers_calls_and_sends_events(running: Running, channel: grpc.Channel) -> None:
@@ -76,3 +87,13 @@ def test_health_is_told_for_the_server_and_its_services(channel: grpc.Channel) -
 
 def test_an_action_is_a_call(channel: grpc.Channel) -> None:
     assert act(channel, "server.ping")["wire"] == 1
+
+
+def test_a_stream_whose_first_answer_is_cut_by_an_error_still_ends(channel: grpc.Channel) -> None:
+    """The error may come while the hello is being sent."""
+    messages = [CONTROL, json_message(HELLO), b"\xff"]
+    for _ in range(100):
+        call = channel.stream_stream(method("DoExchange"))(iter(messages), timeout=10)
+        with pytest.raises(grpc.RpcError) as failed:
+            list(call)
+        assert isinstance(error_of(failed.value), InvalidArgument)

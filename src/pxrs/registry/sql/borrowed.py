@@ -36,6 +36,7 @@ from sqlalchemy.exc import DBAPIError as DriverError
 from pxrs import arguments
 from pxrs.errors import RegistryUnavailable
 from pxrs.registry.contract import Commit, Registry
+from pxrs.registry.sql.borrowable import BehindServer, Borrowable
 from pxrs.registry.sql.commit import CommitPlan
 from pxrs.registry.sql.database import Row
 from pxrs.registry.sql.registry import SqlRegistry
@@ -44,6 +45,7 @@ from pxrs.registry.sql.sqlite import SqliteDatabase
 from pxrs.registry.sql.statements import Call, Statement, Statements
 
 __all__ = [
+    "Borrowable",
     "BorrowedConnection",
     "Connection",
     "DriverError",
@@ -51,6 +53,7 @@ __all__ = [
     "Fault",
     "LockedCommit",
     "SqlRegistry",
+    "borrowable_of",
     "fault_of_connection",
     "fault_of_engine",
     "is_borrowable",
@@ -74,6 +77,24 @@ _TRANSACTION_BEGAN: Final = text("SELECT now()")
 def is_borrowable(registry: Registry) -> bool:
     """Whether the registry's statements can run on a connection of the user's."""
     return isinstance(registry, SqlRegistry) and registry.database.dialect in DATABASES
+
+
+def borrowable_of(engine: object, registry: Registry) -> Borrowable | str:
+    """What runs on connections of this engine; or why the registry cannot use them, as far as the types tell. Asks the
+    server if the registry is behind one: raises RegistryUnavailable, NotPermitted."""
+    if not isinstance(registry, SqlRegistry) and isinstance(engine, Engine):
+        place = registry.sql_place()
+        if place is not None and place.dialect in DATABASES:
+            if engine.dialect.name == place.dialect:
+                return BehindServer(registry, place)
+            return (
+                f"the engine is one of {engine.dialect.name}, and the registry behind {registry.url} is one of "
+                f"{place.dialect}: a transaction cannot span the two"
+            )
+    if fault := fault_of_engine(engine, registry):
+        return fault
+    assert isinstance(registry, SqlRegistry)
+    return registry
 
 
 def fault_of_engine(engine: object, registry: Registry) -> str:
@@ -137,11 +158,11 @@ class Fault(enum.Enum):
 class BorrowedConnection:
     """A connection of the user's, and the registry whose statements run on it. For one thread, and one transaction."""
 
-    def __init__(self, connection: Connection, registry: SqlRegistry) -> None:
+    def __init__(self, connection: Connection, registry: Borrowable) -> None:
         """Raises Closed or UsedAfterFork if the registry may not be used."""
         registry.check_usable()
         self.connection, self._registry = connection, registry
-        self.is_sqlite = isinstance(registry.database, SqliteDatabase)
+        self.is_sqlite = registry.dialect == "sqlite"
 
     def begin(self) -> None:
         """Begin a transaction; on SQLite with the write lock, because a transaction that has read without the lock may
@@ -172,9 +193,11 @@ class BorrowedConnection:
         return len(moments) > 1
 
     def leads_elsewhere(self) -> bool:
-        """Whether the connection leads to other tables than the registry's: to another server, database or schema, or
-        to another file. Raises RegistryUnavailable if the registry's own tables cannot be looked at."""
+        """Whether the connection leads to other tables than the registry's, which this process has open: to another
+        server, database or schema, or to another file. Raises RegistryUnavailable if the registry's own tables cannot
+        be looked at."""
         registry = self._registry
+        assert isinstance(registry, SqlRegistry)
         if isinstance(registry.database, SqliteDatabase):
             registry.database.check_in_place()
             attached = self.connection.exec_driver_sql("PRAGMA database_list")
@@ -218,7 +241,7 @@ class BorrowedConnection:
         steps = (statements.insert_placeholder, statements.lock_entry, statements.get)
         *_, rows = self._run([registry.call(step, key=key) for step in steps])
         if not rows:
-            raise RegistryUnavailable(f"{registry.url}: {key} was deleted while its row was locked")
+            raise RegistryUnavailable(f"{key} was deleted while its row was locked")
         value, version, *_ = rows[0]
         return bytes(value or b""), version
 

@@ -29,12 +29,13 @@ from typing import Final, Protocol, TypeVar
 from pxrs.clock import Clock
 from pxrs.errors import AccessDenied, LeaseExpired, RegistryUnavailable
 from pxrs.registry.address import Address
-from pxrs.registry.contract import Commit, Entry, Limits, Registry
+from pxrs.registry.contract import Commit, Entry, Limits, Registry, SqlPlace
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.sql.commit import CommitPlan, LeasesDue
 from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
 from pxrs.registry.sql.lease import TRUSTED, LeaseTable, SqlLease
+from pxrs.registry.sql.schema import DialectName
 from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, key_range
 from pxrs.registry.watch import PrefixWatch
 
@@ -302,9 +303,12 @@ class SqlRegistry(Registry):
         named = {f"the_{name}": value for name, value in values.items()}
         return Call(statement, {"the_namespace": self._namespace, **named})
 
-    def check_usable(self) -> None:
-        """Raise Closed or UsedAfterFork if this handle may not be used."""
-        self._check_usable()
+    @property
+    def dialect(self) -> DialectName:
+        return self.database.dialect
+
+    def sql_place(self) -> SqlPlace:
+        return SqlPlace(self.database.dialect, self._namespace, self._channel)
 
     def plan(self, commit: Commit) -> CommitPlan:
         """The statements of a commit."""

@@ -6,8 +6,8 @@ sent, then all answers are read. Nothing is ever resent here. What a failure pro
 | when the stream fails | what is known of the batches |
 |---|---|
 | before gRPC has taken one of them | none was sent: another stream is tried, while there is time |
-| the server has ended it with an error of pxrs | none is stored: the server decides before it stores an append |
-| otherwise | nothing: each of them may be stored |
+| the server has ended it with an error of `CERTAIN` | none is stored: it decides that before it stores an append |
+| otherwise, as when the token was revoked meanwhile | nothing: each of them may be stored |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import grpc
 
-from pxrs.errors import PxrsError
+from pxrs.errors import HubMoved, InvalidArgument, NotPermitted, NoWritePermission, ServerBusy, UnknownTopic
 from pxrs.log.batch import ANONYMOUS, SCHEMA
 from pxrs.log.contract import Append
 from pxrs.model import CODECS
@@ -33,6 +33,8 @@ from pxrs.waiting import BackgroundThread
 
 IDLE_MAX: Final = 8
 """How many idle streams are kept. Each has a thread of gRPC's, which sends."""
+CERTAIN: Final = (InvalidArgument, UnknownTopic, HubMoved, NoWritePermission, NotPermitted, ServerBusy)
+"""Errors that end a stream of appends before the append that is under way is stored."""
 LOOK_S: Final = 0.5
 """How often the streams whose time is over are ended."""
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
@@ -74,8 +76,8 @@ class PutStream:
         return bool(self.call.is_active())
 
     def append(self, batches: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Send the batches, and return the answer to each. Raises the error of pxrs with which the server has ended the
-        stream, and Unanswered. After an error the stream must not be used again."""
+        """Send the batches, and return the answer to each. Raises an error of `CERTAIN` with which the server has ended
+        the stream, and Unanswered. After an error the stream must not be used again."""
         before = self._taken
         for batch in batches:
             self._outbox.put(batch)
@@ -83,9 +85,9 @@ class PutStream:
             return [wire.loads(flight.read_result(next(self.call))) for _ in batches]
         except grpc.RpcError as failure:
             error = error_in(failure)
-            if error is not None:
+            if isinstance(error, CERTAIN):
                 raise error from None
-            text = f"{self.channel.target}: {text_of(failure)}"
+            text = f"{self.channel.target}: {error or text_of(failure)}"
         except StopIteration:
             text = f"{self.channel.target}: the server has ended the stream"
         except (ValueError, flight.MalformedMessage) as error:
@@ -194,8 +196,3 @@ class PutStreams:
             overdue = [stream for stream, until in self._limits.items() if until <= now]
         for stream in overdue:
             stream.end()
-
-
-def is_certain(error: PxrsError | Unanswered) -> bool:
-    """Whether an append that has failed with this has certainly stored nothing."""
-    return not isinstance(error, Unanswered) or not error.was_sent

@@ -111,7 +111,8 @@ class Arms:
 
     def _ask(self, armed: Armed, stream: ControlStream, *, is_again: bool = False) -> None:
         with self._lock:
-            if armed.number not in self._all or (armed.stream is stream and not is_again):
+            is_asked = armed.stream is stream and not is_again
+            if armed.number not in self._all or self._stream is not stream or is_asked:
                 return
             armed.stream = stream
         try:

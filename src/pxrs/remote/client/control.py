@@ -63,7 +63,8 @@ class Request:
     def __init__(self, number: int, message: bytes, on_done: OnDone | None) -> None:
         self.number, self.message, self.on_done = number, message, on_done
         self.is_sent = False
-        self.sent_at = 0.0
+        self.sent_at = time.monotonic()
+        """When it was put into the outbox, and then when it was sent."""
         self.answer: Answer | None = None
         self.done = threading.Event()
 
@@ -186,9 +187,9 @@ class ControlStream:
         return request.answer
 
     def is_silent_since(self, request: Request) -> bool:
-        """Whether nothing has come from the server since the request was sent."""
+        """Whether nothing has come from the server since the request was sent, or waits to be."""
         with self._lock:
-            return request.is_sent and self._heard_at < request.sent_at
+            return self._heard_at < request.sent_at
 
     def _messages(self) -> Iterator[bytes]:
         """Called by gRPC, on a thread of its own."""

@@ -36,7 +36,9 @@ _logger = logging.getLogger(__name__)
 
 CONNECT_S_MAX: Final = 5.0
 """After this, a server that neither accepts nor refuses is passed over."""
-PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 1.0
+PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 0.25
+"""Seconds between two attempts to connect. Short, because a lease is renewed four times in its ttl: a client whose
+server was away for half of a ttl may have a quarter of it left, and needs some of that for the renewal (W2)."""
 CLOSE_S_MAX: Final = 1.0
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pxrs.errors import Closed, OutcomeUnknown, PxrsError, RegistryUnavailable
-from pxrs.registry.contract import Commit, Entry, Registry
+from pxrs.registry.contract import Commit, Entry, Registry, SqlPlace
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.watch import PrefixWatch
@@ -87,6 +87,10 @@ class RemoteRegistry(Registry):
             raise
         versions: dict[str, int] = found["versions"]
         return versions
+
+    def sql_place(self) -> SqlPlace | None:
+        found = self._ask("registry.sql", {})["place"]
+        return None if found is None else SqlPlace(*map(str, found))
 
     # Leases.
 

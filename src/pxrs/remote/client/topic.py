@@ -20,6 +20,7 @@ from pxrs.errors import (
     NoWritePermission,
     PxrsError,
     RemoteError,
+    ServerBusy,
     UnknownTopic,
 )
 from pxrs.log.batch import Batch, check_encoded
@@ -29,7 +30,7 @@ from pxrs.model import Topic
 from pxrs.remote import wire
 from pxrs.remote.client.appends import encoded
 from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection
-from pxrs.remote.client.faults import AWAY, Refused, Unanswered
+from pxrs.remote.client.faults import Refused, Unanswered
 from pxrs.remote.client.reads import fetch
 from pxrs.remote.client.session import Session
 from pxrs.waiting import Callback, Subscription
@@ -124,7 +125,7 @@ class RemoteTopic(TopicLog):
                 return [NotStored(AppendFailed(f"{self._session.url}: {error}; nothing was sent"))] * len(appends)
             text = f"{self._session.url}: {error}; no answer came, so the batch may be stored"
             return [MaybeStored(AppendUnknown(text))] * len(appends)
-        except AWAY as error:
+        except ServerBusy as error:
             return [NotStored(AppendFailed(f"{self._session.url}: {error}"))] * len(appends)
         outcomes = [_outcome(found) for found in answers]
         refusals = [each.error for each in outcomes if isinstance(each, NotStored)]

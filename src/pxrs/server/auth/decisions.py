@@ -164,6 +164,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "registry.get": _get,
     "registry.scan": _scan,
     "registry.commit": _commit,
+    "registry.sql": _writer,
     "registry.lease": _writer,
     "registry.attach": _writer,
     "registry.renew": _writer,

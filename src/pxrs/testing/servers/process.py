@@ -169,6 +169,7 @@ def package_folder(package: str, distribution: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+# Over the limit: whatever a test does to a server process, and what each kind of server says about itself.
 class Server(abc.ABC):
     """One server process with its own folder and ports. The folder lasts until `close`, the process until `stop`."""
 
