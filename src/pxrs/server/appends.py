@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -30,11 +30,10 @@ from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
-from pxrs.server.calls import Served
-from pxrs.server.control import Send
 from pxrs.server.given import Given
 from pxrs.server.layout import Layout, read_layout
 from pxrs.server.pools import Pools, run, take_error
+from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
 
 ABOUT_BYTES_MAX: Final = 4096
@@ -173,7 +172,13 @@ class AppendStream:
         """Answer the appends of the stream until the client ends it. Raises PxrsError."""
         self._task = asyncio.current_task()
         messages = aiter(messages)
-        store = await self._begin(await self._next(messages))
+        await self._serve_begun(self._begin(await self._next(messages)), messages, send)
+
+    async def _serve_begun(self, given: Given, messages: AsyncIterator[bytes], send: Send) -> None:
+        """given: what the descriptor says. The stream appends to no other topic than the one that it names now, and if
+        that is deleted, the log refuses each append."""
+        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
+        store = functools.partial(_store, self._served, given, topic)
         group: list[Received] = []
         taken = 0
         try:
@@ -205,9 +210,8 @@ class AppendStream:
                 self._ahead.cancel()
                 self._ahead.add_done_callback(take_error)
 
-    async def _begin(self, message: bytes | None) -> Callable[[list[Received]], list[Outcome]]:
-        """Check the first message. Returns what stores an append in the topic that the message names: the stream
-        appends to no other topic, and if this one is deleted, the log refuses each append."""
+    def _begin(self, message: bytes | None) -> Given:
+        """Check the first message. Returns what its descriptor says."""
         first = flight.read_flight_data(message or b"")
         command = first.command or b""
         try:
@@ -217,9 +221,7 @@ class AppendStream:
         except (ValueError, RecursionError) as error:
             raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
         _check_schema(first)
-        given = Given("DoPut", about)
-        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
-        return functools.partial(_store, self._served, given, topic)
+        return Given("DoPut", about)
 
     async def _next(self, messages: AsyncIterator[bytes], *, is_rest: bool = False) -> bytes | None:
         """The next message; None if the client has ended the stream.
