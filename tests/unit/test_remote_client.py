@@ -38,6 +38,7 @@ from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
 from pxrs.registry import Registry
 from pxrs.remote import flight, wire
+from pxrs.remote.client import appends as appends_module
 from pxrs.remote.client import arming, connection
 from pxrs.remote.client import log as log_module
 from pxrs.testing.log_fixtures import new_topic, records
@@ -478,6 +479,47 @@ def test_an_append_is_sent_as_one_and_answered_for_each_batch(peer: Peer) -> Non
     (outcome,) = again.result()
     assert isinstance(outcome, NotStored)
     assert wire.error_of(error).args == outcome.error.args
+    log.close()
+
+
+def test_many_batches_are_sent_as_several_appends_and_each_partition_in_one(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server bounds what one append may have, and a topic may have more partitions than that."""
+    monkeypatch.setattr(appends_module, "PART_BATCHES", 2)
+    log, topic, _ = open_topic(peer)
+    appending = aside(lambda: topic.append([append(0), append(1), append(0, 1), append(2), append(3)]))
+    put = peer.puts.get(timeout=20)
+    put.next_data()
+    first = [put.next(), put.next()]
+    assert [(each["partition"], each["sequence"], "more" in each) for each in first] == [(0, 0, True), (0, 1, False)]
+    put.put_result(offset=4)
+    put.put_result(offset=5)
+    second = [put.next(), put.next()]
+    assert [(each["partition"], "more" in each) for each in second] == [(1, True), (2, False)]
+    put.cut()
+    outcomes = appending.result()
+    assert [type(each) for each in outcomes] == [StoredAt, MaybeStored, StoredAt, MaybeStored, NotStored]
+    assert isinstance(outcomes[-1], NotStored)
+    assert isinstance(outcomes[-1].error, AppendFailed)
+    log.close()
+
+
+def test_w1_an_error_after_the_first_of_several_appends_hides_nothing_of_what_is_stored(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appends_module, "PART_BATCHES", 1)
+    log, topic, _ = open_topic(peer)
+    appending = aside(lambda: topic.append([append(0), append(1), append(2)]))
+    put = peer.puts.get(timeout=20)
+    for _ in range(2):
+        put.next_data()
+    put.put_result(offset=4)
+    put.next_data()
+    put.cut(TopicDeleted("orders", TOPIC.id, is_made_again=False))
+    stored, *refused = appending.result()
+    assert stored == StoredAt(4)
+    assert [type(each.error) for each in refused if isinstance(each, NotStored)] == [TopicDeleted] * 2
     log.close()
 
 

@@ -53,6 +53,9 @@ class Hello(NamedTuple):
     """New with each start of the server."""
     limits: Limits
     """Those of one commit of the server's registry."""
+    append_batches_max: int = 500
+    append_bytes_max: int = 64 << 20
+    """How large one append may be. A server that does not say it takes more than this."""
 
 
 class Request:
@@ -122,7 +125,8 @@ class ControlStream:
             theirs = theirs if isinstance(theirs, int) else 0
             raise WireMismatch(wire.VERSION, theirs, theirs)
         known = {name: int(value) for name, value in found["limits"].items() if name in Limits.__dataclass_fields__}
-        self.hello = Hello(min(theirs, wire.VERSION), str(found.get("instance")), Limits(**known))
+        appends = {name: int(found[name]) for name in ("append_batches_max", "append_bytes_max") if name in found}
+        self.hello = Hello(min(theirs, wire.VERSION), str(found.get("instance")), Limits(**known), **appends)
         self._heard_at = time.monotonic()
 
     def run(self) -> str:

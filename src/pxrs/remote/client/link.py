@@ -27,7 +27,7 @@ from typing import Final
 from pxrs.errors import Closed, InvalidUrl, PxrsError, Unauthenticated
 from pxrs.remote.client import tls
 from pxrs.remote.client.channel import Channel
-from pxrs.remote.client.control import ControlStream
+from pxrs.remote.client.control import ControlStream, Hello
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
 from pxrs.remote.client.settings import Settings
 from pxrs.waiting import start_thread
@@ -68,8 +68,13 @@ class Link:
         """Why there is no stream now."""
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self.was_connected = False
+        self.last_hello: Hello | None = None
+        """What the last server that answered has said; None if none ever has."""
+
+    @property
+    def was_connected(self) -> bool:
         """Whether a server has ever answered."""
+        return self.last_hello is not None
 
     @property
     def is_closed(self) -> bool:
@@ -177,7 +182,7 @@ class Link:
                     raise refusal from error
             raise
         with self._changed:
-            self._stream, self._refusal, self.was_connected = stream, None, True
+            self._stream, self._refusal, self.last_hello = stream, None, stream.hello
             self._changed.notify_all()
         _logger.info("connected to %s, server %s", target, stream.hello.instance)
         return stream
