@@ -42,6 +42,7 @@ from pxrs.remote.client import appends as appends_module
 from pxrs.remote.client import arming, connection
 from pxrs.remote.client import log as log_module
 from pxrs.testing.log_fixtures import new_topic, records
+from pxrs.testing.proxy import Proxy
 from pxrs.testing.waiting import aside, eventually
 from tests.unit.remote_peer import Peer, Stream
 
@@ -248,6 +249,29 @@ def test_a_renewal_that_is_not_answered_makes_the_connection_anew(peer: Peer) ->
         request = eventually(lambda: (found := control.next())["call"] == "registry.end" and found)
         control.answer(request)
         ending.result()
+
+
+def test_a_renewal_that_cannot_be_sent_makes_the_connection_anew_with_the_next_server(peer: Peer) -> None:
+    """A long request fills a connection that is cut without a message, and gRPC sends nothing after it."""
+    with Peer() as other, Proxy("127.0.0.1", peer.port) as proxy:
+        opening = aside(lambda: registries.open(f"pxrs://127.0.0.1:{proxy.port},127.0.0.1:{other.port}"))
+        control = peer.control()
+        with opening.result() as registry:
+            leasing = aside(lambda: registry.lease(3.0))
+            control.answer(control.next(), id="l", secret="s", ttl=3.0, left_s=3.0)
+            lease = leasing.result()
+            proxy.stall()
+            commits = [aside(lambda: registry.commit(put={"a": bytes(700_000)})) for _ in range(3)]
+            next_control = other.control()
+            request = eventually(lambda: (found := next_control.next())["call"] == "registry.renew" and found)
+            next_control.answer(request, left_s=3.0)
+            assert lease.alive
+            for commit in commits:
+                assert isinstance(commit.exception(), OutcomeUnknown | RegistryUnavailable)
+            lease.abandon()
+            ending = aside(lease.close)
+            next_control.answer(eventually(lambda: (found := next_control.next())["call"] == "registry.end" and found))
+            ending.result()
 
 
 # Watches and subscriptions.

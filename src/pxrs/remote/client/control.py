@@ -61,12 +61,13 @@ class Hello(NamedTuple):
 class Request:
     """One call. Its fields are guarded by the lock of its stream."""
 
-    __slots__ = ("answer", "done", "is_sent", "message", "number", "on_done", "sent_at")
+    __slots__ = ("answer", "done", "is_sent", "message", "number", "on_done", "since")
 
     def __init__(self, number: int, message: bytes, on_done: OnDone | None) -> None:
         self.number, self.message, self.on_done = number, message, on_done
         self.is_sent = False
-        self.sent_at = 0.0
+        self.since = time.monotonic()
+        """When it was queued, or sent."""
         self.answer: Answer | None = None
         self.done = threading.Event()
 
@@ -190,9 +191,12 @@ class ControlStream:
         return request.answer
 
     def is_silent_since(self, request: Request) -> bool:
-        """Whether nothing has come from the server since the request was sent."""
+        """Whether nothing has come from the server since the request was sent. One that is not sent waits until gRPC
+        has sent what is before it: for ever, if the connection is cut without a message. That may also only be slow, so
+        the silence must be twice as long as the request has waited."""
         with self._lock:
-            return request.is_sent and self._heard_at < request.sent_at
+            waited_s = 0.0 if request.is_sent else time.monotonic() - request.since
+            return self._heard_at < request.since - waited_s
 
     def _messages(self) -> Iterator[bytes]:
         """Called by gRPC, on a thread of its own."""
@@ -201,7 +205,7 @@ class ControlStream:
             with self._lock:
                 if request.answer is not None:
                     continue
-                request.is_sent, request.sent_at = True, time.monotonic()
+                request.is_sent, request.since = True, time.monotonic()
             yield flight.flight_data(flight.FlightData(app_metadata=request.message))
 
     # What the server says.

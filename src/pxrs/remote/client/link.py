@@ -1,7 +1,7 @@
 """Keeps one control stream to one of the servers, while anybody needs it.
 
-One thread connects, reads the stream until it ends, and connects again: to the same server first, then to the next one
-of the address, with growing, random pauses after all of them were tried. It connects only while somebody needs it: a
+One thread connects, reads the stream until it ends, and connects again: to the next server of the address, because the
+one that was lost may not even refuse, and so on, with growing, random pauses after all of them were tried. It connects only while somebody needs it: a
 caller that waits for a stream, or an armed watch or subscription (`arming`).
 
 | state of the link | becomes | when |
@@ -161,6 +161,7 @@ class Link:
             pause_s = PAUSE_S_MIN
             self._on_stream(stream)
             self._note_loss(stream, stream.run())
+            at += 1
 
     def _connect(self, target: str) -> ControlStream:
         channel = Channel(target, self._settings)
