@@ -41,6 +41,7 @@ from pxrs.remote import flight, wire
 from pxrs.remote.client import appends as appends_module
 from pxrs.remote.client import arming, connection
 from pxrs.remote.client import log as log_module
+from pxrs.remote.client.registry import RemoteRegistry
 from pxrs.testing.log_fixtures import new_topic, records
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.waiting import aside, eventually
@@ -77,6 +78,15 @@ def stop(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pxrs.remote.client.link")
     peer.stop()
     eventually(lambda: "connecting again" in caplog.text)
+
+
+def say_goodbye(registry: Registry, control: Stream) -> None:
+    """Say goodbye, and wait until the client has noticed it."""
+    assert isinstance(registry, RemoteRegistry)
+    link = registry._connection._link
+    control.say(goodbye={"reason": "a test"})
+    control.say(goodbye={"reason": "said twice"})
+    eventually(lambda: link._stream is None)
 
 
 def append(partition: int = 0, sequence: int = 0) -> Append:
@@ -189,6 +199,53 @@ def test_after_a_goodbye_calls_are_finished_and_later_ones_use_the_next_stream(p
         assert sorted(each["prefixes"] for each in asked if each is not read) == [["a/"], ["b/"]]
         following.answer(next(each for each in asked if each.get("number") == armed["number"]))
         assert watch.wait(20)
+
+
+def test_after_a_goodbye_nothing_waits_for_the_calls_that_are_under_way(peer: Peer) -> None:
+    """A slow commit on a server that stops must not keep a lease from being renewed by the next server."""
+    registry, control = open_registry(peer)
+    with registry:
+        committing = aside(lambda: registry.commit(put={"a": b"1"}))
+        request = control.next()
+        say_goodbye(registry, control)
+        leasing = aside(lambda: registry.lease(5.0))
+        following = peer.control()
+        following.answer(following.next(), id="l", secret="s", ttl=5.0, left_s=5.0)
+        leasing.result().abandon()
+        assert not committing.done()
+        control.answer(request, versions={"a": 5})
+        assert committing.result() == {"a": 5}
+        ending = aside(registry.close)
+        following.answer(following.next())
+        ending.result()
+
+
+def test_closing_ends_a_call_that_is_under_way_after_a_goodbye(peer: Peer) -> None:
+    registry, control = open_registry(peer)
+    committing = aside(lambda: registry.commit(put={"a": b"1"}))
+    control.next()
+    say_goodbye(registry, control)
+    reading = aside(lambda: registry.get("a"))
+    following = peer.control()
+    following.answer(following.next(), entry=None)
+    assert reading.result() is None
+    registry.close()
+    assert isinstance(committing.exception(), OutcomeUnknown)
+
+
+def test_a_message_that_cannot_be_handled_ends_its_stream_and_not_the_client(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, control = open_registry(peer)
+    assert isinstance(registry, RemoteRegistry)
+    with registry:
+        monkeypatch.setattr(registry._connection._link._begun, "_on_event", lambda _: {}["a defect"])
+        reading = aside(lambda: registry.get("a"))
+        control.next()
+        control.say(event=1)
+        following = peer.control()
+        following.answer(following.next(), entry=None)
+        assert reading.result() is None
 
 
 def test_calls_that_wait_are_bounded_and_a_renewal_does_not_wait_for_them(
@@ -322,6 +379,25 @@ def test_r2_a_watch_that_cannot_be_armed_again_is_woken_and_asked_for_until_it_i
         assert not watch.wait(0), "once for each refusal is too often"
         control.answer(again)
         assert watch.wait(20)
+
+
+def test_a_watch_is_not_asked_for_twice_on_one_stream(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is in use on the server once it is confirmed: asked for again, it would be refused for ever."""
+    monkeypatch.setattr(arming, "AGAIN_S", 0.3)
+    registry, control = open_registry(peer)
+    with registry:
+        watching = aside(lambda: registry.watch("a/"))
+        control.answer(control.next())
+        watch = watching.result()
+        control.cut()
+        control = peer.control()
+        error = {"code": "registry.unavailable", "bases": ["registry"], "message": "not now"}
+        control.say(id=control.next()["id"], error=error)
+        assert watch.wait(20)
+        control.cut()  # before it is asked for again
+        control = peer.control()
+        assert control.next()["call"] == "registry.watch"
+        assert control.is_quiet(1.0), "it was asked for again before the answer"
 
 
 def test_a_watch_that_the_server_refuses_raises(peer: Peer) -> None:

@@ -1,8 +1,8 @@
 """Keeps one control stream to one of the servers, while anybody needs it.
 
 One thread connects, reads the stream until it ends, and connects again: to the next server of the address, because the
-one that was lost may not even refuse, and so on, with growing, random pauses after all of them were tried. It connects only while somebody needs it: a
-caller that waits for a stream, or an armed watch or subscription (`arming`).
+one that was lost may not even refuse, with growing, random pauses after all of them were tried. It connects only while
+somebody needs it: a caller that waits for a stream, or an armed watch or subscription (`arming`).
 
 | state of the link | becomes | when |
 |---|---|---|
@@ -10,7 +10,7 @@ caller that waits for a stream, or an armed watch or subscription (`arming`).
 | connecting | connected | a server has answered the hello: those who wait in `take` go on, `on_stream` arms all again |
 | connecting | connecting | no server answers: after a pause |
 | connecting | refused | a server will not serve this client: `take` raises why; connecting again after a pause |
-| connected | connecting, idle | the stream has ended, or the server has said goodbye |
+| connected | connecting, idle | the stream has ended, or the server has said goodbye: answers may still come on it |
 | any | closed | `close` |
 """
 
@@ -62,6 +62,8 @@ class Link:
         """The stream that requests are sent on; None if there is none, or if its server has said goodbye."""
         self._begun: ControlStream | None = None
         """The stream that the thread connects or reads now."""
+        self._leaving: list[ControlStream] = []
+        """Streams whose servers have said goodbye, and on which calls may still be answered."""
         self._refusal: Exception | None = None
         """Why the last server that answered will not serve this client; None once it may."""
         self._why = "nothing came in time"
@@ -119,10 +121,10 @@ class Link:
         """End the stream and the thread, from any thread. Idempotent."""
         self._closing.set()
         with self._changed:
-            begun, thread = self._begun, self._thread
+            streams, thread = [*self._leaving, *(() if self._begun is None else (self._begun,))], self._thread
             self._changed.notify_all()
-        if begun is not None:
-            begun.end("the connection was closed")
+        for stream in streams:
+            stream.end("the connection was closed")
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_S_MAX)
 
@@ -159,8 +161,13 @@ class Link:
                     pause_s = min(2 * pause_s, PAUSE_S_MAX)
                 continue
             pause_s = PAUSE_S_MIN
-            self._on_stream(stream)
-            self._note_loss(stream, stream.run())
+            try:
+                self._on_stream(stream)
+                why = stream.run()
+            except Exception as error:  # a defect; without this thread nothing would ever be connected again
+                _logger.exception("the stream of %s failed unexpectedly", stream.channel.target)
+                why = stream.end(f"unexpected: {error}")
+            self._note_loss(stream, why)
             at += 1
 
     def _connect(self, target: str) -> ControlStream:
@@ -208,6 +215,7 @@ class Link:
     def _note_loss(self, stream: ControlStream, why: str) -> None:
         with self._changed:
             self._stream = None
+            self._leaving = [each for each in (*self._leaving, stream) if not each.is_ended]
             self._why = f"the connection to {stream.channel.target} was lost: {why}"
         if not self._closing.is_set():
             _logger.info("%s; connecting again", self._why)
