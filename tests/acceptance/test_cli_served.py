@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from pxrs.server.serving import ServerSettings, serving
 from pxrs.testing import forked
 from pxrs.testing.command import Call, Result, run_here
 from pxrs.testing.servers.certificates import certificates
+from pxrs.testing.waiting import eventually
 
 NOBODY = "pxrs://127.0.0.1:1?timeout=0.3"
 
@@ -307,6 +310,20 @@ def test_ping_over_tls(call: Call, hub: Hub, tmp_path: Path) -> None:
         assert (without.code, "needs a certificate of the client" in without.errors) == (1, True)
 
 
+def test_an_error_of_tls_is_one_line_and_nothing_of_grpcs_own(hub: Hub, tmp_path: Path) -> None:
+    import grpc
+
+    pytest.importorskip("trustme")
+    ours, theirs = (certificates(folder) for folder in (tmp_path / "ours", tmp_path / "theirs") if not folder.mkdir())
+    pair = ours.server_key.read_bytes(), ours.server_cert.read_bytes()
+    with serving(hub, ServerSettings(credentials=grpc.ssl_server_credentials([pair]))) as at:
+        environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        ran = forked.run_text("pxrs.cli", ("topic", "list", "--at", f"{at}?ca_file={theirs.ca}"), env=environment)
+    assert ran.returncode == 1
+    assert len(ran.stderr.splitlines()) == 1, ran.stderr
+    assert "is not trusted" in ran.stderr
+
+
 # Workers.
 
 
@@ -322,6 +339,20 @@ def test_workers_handle_a_topic_of_a_server(done: Callable[..., str], at: str, t
     ran = forked.run_text("pxrs.cli", ("worker", "shop:handle", *options, "--at", at), cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert sorted(map(int, (tmp_path / "handled").read_text().split())) == list(range(20))
+
+
+def test_a_worker_takes_the_items_of_a_queue_of_a_server_until_it_is_stopped(at: str, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "post.py").write_text("def deliver(tx, item):\n    tx.put('sent', item.value)\n")
+    hub.create_queue("mail").put_many(["a", "b", "c"])
+    sent = hub.create_queue("sent")
+    worker = forked.Forked("pxrs.cli", ("worker", "post:deliver", "--queue", "mail", "--at", at), cwd=tmp_path)
+    try:
+        eventually(lambda: sent.depth().ready == 3)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+    finally:
+        worker.kill()
+    assert hub.queue("mail").depth().ready == hub.queue("mail").depth().in_flight == 0
 
 
 def test_a_worker_whose_token_is_refused_ends(guarded: tuple[str, str], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Reader:
         for line in block.splitlines():
             if line.startswith("pxrs serve "):
                 self.close()
-                self._server = server(shlex.split(line)[1:], self._folder)
+                self._server = server(shlex.split(line, comments=True)[1:], self._folder)
                 self._address = self._server.__enter__()
             elif line.startswith("openssl "):
                 subprocess.run(shlex.split(line), cwd=self._folder, check=True, capture_output=True, timeout=120)
@@ -76,7 +76,9 @@ class Reader:
     def _run(self, line: str) -> None:
         before, _, command = line.partition("pxrs ")
         typed = "".join(shlex.split(before)[1:2]) + "\n"  # of "echo '...' |"
-        ran = forked.run_text("pxrs.cli", shlex.split(command), input=typed.encode(), cwd=self._folder, timeout=120)
+        ran = forked.run_text(
+            "pxrs.cli", shlex.split(command, comments=True), input=typed.encode(), cwd=self._folder, timeout=120
+        )
         assert ran.returncode == 0, f"{line}: {ran.stderr}"
 
     def close(self) -> None:
@@ -95,6 +97,17 @@ def test_the_page_of_the_server_runs(tmp_path: Path) -> None:
         assert sum("pxrs serve " in block for _, block in blocks) >= 3
         for kind, block in blocks:
             reader.do(kind, block)
+    finally:
+        reader.close()
+
+
+def test_the_commands_of_the_server_in_the_readme_run(tmp_path: Path) -> None:
+    text = (PAGE.parents[1] / "README.md").read_text()
+    (block,) = re.findall(r"^```console\n((?:\$ .*\n)*\$ pxrs serve .*\n(?:\$ .*\n)*)```", text, re.MULTILINE)
+    reader = Reader(tmp_path)
+    (tmp_path / "data").mkdir()
+    try:
+        reader.do("sh", block.replace("$ ", ""))
     finally:
         reader.close()
 

@@ -21,8 +21,10 @@ from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.hub import Hub
 from pxrs.queue.records import TAKERS
 from pxrs.registry import Entry
-from pxrs.server.serving import serving
+from pxrs.server.serving import ServerSettings, serving
+from pxrs.server.settings import ServerLimits
 from pxrs.testing.accounting import Account, Worker, account, checkpoints, members, read_journals
+from pxrs.testing.actor import Actor
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.queue_worker import DONE, JOBS, QueueWorker
 from pxrs.testing.servers import HubServer
@@ -192,6 +194,19 @@ def noting(
         return versions
 
     return note
+
+
+def test_w5_a_server_that_stops_does_not_wait_for_a_frozen_client(stack: ExitStack) -> None:
+    """Meanwhile the other clients have no server, and most have a lease of 10 s."""
+    long_s = 3 * PATIENCE_S
+    limits = ServerLimits(drain_s=long_s, keepalive_s=long_s, keepalive_timeout_s=long_s)
+    hub = stack.enter_context(pxrs.open("memory:"))
+    serve = serving(hub, ServerSettings(limits=limits))
+    actor = stack.enter_context(Actor(serve.__enter__()))
+    actor.send("wait_change", prefix="a/", timeout=long_s)
+    assert actor.receive() == "watching"
+    actor.signal(signal.SIGSTOP)
+    aside(lambda: serve.__exit__(None, None, None)).result(PATIENCE_S)
 
 
 def test_w2_a_client_whose_server_is_away_for_less_than_half_its_lease_loses_nothing(

@@ -38,9 +38,12 @@ from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
 from pxrs.registry import Registry
 from pxrs.remote import flight, wire
+from pxrs.remote.client import appends as appends_module
 from pxrs.remote.client import arming, connection
 from pxrs.remote.client import log as log_module
+from pxrs.remote.client.registry import RemoteRegistry
 from pxrs.testing.log_fixtures import new_topic, records
+from pxrs.testing.proxy import Proxy
 from pxrs.testing.waiting import aside, eventually
 from tests.unit.remote_peer import Peer, Stream
 
@@ -75,6 +78,15 @@ def stop(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pxrs.remote.client.link")
     peer.stop()
     eventually(lambda: "connecting again" in caplog.text)
+
+
+def say_goodbye(registry: Registry, control: Stream) -> None:
+    """Say goodbye, and wait until the client has noticed it."""
+    assert isinstance(registry, RemoteRegistry)
+    link = registry._connection._link
+    control.say(goodbye={"reason": "a test"})
+    control.say(goodbye={"reason": "said twice"})
+    eventually(lambda: link._stream is None)
 
 
 def append(partition: int = 0, sequence: int = 0) -> Append:
@@ -189,6 +201,53 @@ def test_after_a_goodbye_calls_are_finished_and_later_ones_use_the_next_stream(p
         assert watch.wait(20)
 
 
+def test_after_a_goodbye_nothing_waits_for_the_calls_that_are_under_way(peer: Peer) -> None:
+    """A slow commit on a server that stops must not keep a lease from being renewed by the next server."""
+    registry, control = open_registry(peer)
+    with registry:
+        committing = aside(lambda: registry.commit(put={"a": b"1"}))
+        request = control.next()
+        say_goodbye(registry, control)
+        leasing = aside(lambda: registry.lease(5.0))
+        following = peer.control()
+        following.answer(following.next(), id="l", secret="s", ttl=5.0, left_s=5.0)
+        leasing.result().abandon()
+        assert not committing.done()
+        control.answer(request, versions={"a": 5})
+        assert committing.result() == {"a": 5}
+        ending = aside(registry.close)
+        following.answer(following.next())
+        ending.result()
+
+
+def test_closing_ends_a_call_that_is_under_way_after_a_goodbye(peer: Peer) -> None:
+    registry, control = open_registry(peer)
+    committing = aside(lambda: registry.commit(put={"a": b"1"}))
+    control.next()
+    say_goodbye(registry, control)
+    reading = aside(lambda: registry.get("a"))
+    following = peer.control()
+    following.answer(following.next(), entry=None)
+    assert reading.result() is None
+    registry.close()
+    assert isinstance(committing.exception(), OutcomeUnknown)
+
+
+def test_a_message_that_cannot_be_handled_ends_its_stream_and_not_the_client(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, control = open_registry(peer)
+    assert isinstance(registry, RemoteRegistry)
+    with registry:
+        monkeypatch.setattr(registry._connection._link._begun, "_on_event", lambda _: {}["a defect"])
+        reading = aside(lambda: registry.get("a"))
+        control.next()
+        control.say(event=1)
+        following = peer.control()
+        following.answer(following.next(), entry=None)
+        assert reading.result() is None
+
+
 def test_calls_that_wait_are_bounded_and_a_renewal_does_not_wait_for_them(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +308,29 @@ def test_a_renewal_that_is_not_answered_makes_the_connection_anew(peer: Peer) ->
         ending.result()
 
 
+def test_a_renewal_that_cannot_be_sent_makes_the_connection_anew_with_the_next_server(peer: Peer) -> None:
+    """A long request fills a connection that is cut without a message, and gRPC sends nothing after it."""
+    with Peer() as other, Proxy("127.0.0.1", peer.port) as proxy:
+        opening = aside(lambda: registries.open(f"pxrs://127.0.0.1:{proxy.port},127.0.0.1:{other.port}"))
+        control = peer.control()
+        with opening.result() as registry:
+            leasing = aside(lambda: registry.lease(3.0))
+            control.answer(control.next(), id="l", secret="s", ttl=3.0, left_s=3.0)
+            lease = leasing.result()
+            proxy.stall()
+            commits = [aside(lambda: registry.commit(put={"a": bytes(700_000)})) for _ in range(3)]
+            next_control = other.control()
+            request = eventually(lambda: (found := next_control.next())["call"] == "registry.renew" and found)
+            next_control.answer(request, left_s=3.0)
+            assert lease.alive
+            for commit in commits:
+                assert isinstance(commit.exception(), OutcomeUnknown | RegistryUnavailable)
+            lease.abandon()
+            ending = aside(lease.close)
+            next_control.answer(eventually(lambda: (found := next_control.next())["call"] == "registry.end" and found))
+            ending.result()
+
+
 # Watches and subscriptions.
 
 
@@ -297,6 +379,25 @@ def test_r2_a_watch_that_cannot_be_armed_again_is_woken_and_asked_for_until_it_i
         assert not watch.wait(0), "once for each refusal is too often"
         control.answer(again)
         assert watch.wait(20)
+
+
+def test_a_watch_is_not_asked_for_twice_on_one_stream(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is in use on the server once it is confirmed: asked for again, it would be refused for ever."""
+    monkeypatch.setattr(arming, "AGAIN_S", 0.3)
+    registry, control = open_registry(peer)
+    with registry:
+        watching = aside(lambda: registry.watch("a/"))
+        control.answer(control.next())
+        watch = watching.result()
+        control.cut()
+        control = peer.control()
+        error = {"code": "registry.unavailable", "bases": ["registry"], "message": "not now"}
+        control.say(id=control.next()["id"], error=error)
+        assert watch.wait(20)
+        control.cut()  # before it is asked for again
+        control = peer.control()
+        assert control.next()["call"] == "registry.watch"
+        assert control.is_quiet(1.0), "it was asked for again before the answer"
 
 
 def test_a_watch_that_the_server_refuses_raises(peer: Peer) -> None:
@@ -478,6 +579,47 @@ def test_an_append_is_sent_as_one_and_answered_for_each_batch(peer: Peer) -> Non
     (outcome,) = again.result()
     assert isinstance(outcome, NotStored)
     assert wire.error_of(error).args == outcome.error.args
+    log.close()
+
+
+def test_many_batches_are_sent_as_several_appends_and_each_partition_in_one(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server bounds what one append may have, and a topic may have more partitions than that."""
+    monkeypatch.setattr(appends_module, "PART_BATCHES", 2)
+    log, topic, _ = open_topic(peer)
+    appending = aside(lambda: topic.append([append(0), append(1), append(0, 1), append(2), append(3)]))
+    put = peer.puts.get(timeout=20)
+    put.next_data()
+    first = [put.next(), put.next()]
+    assert [(each["partition"], each["sequence"], "more" in each) for each in first] == [(0, 0, True), (0, 1, False)]
+    put.put_result(offset=4)
+    put.put_result(offset=5)
+    second = [put.next(), put.next()]
+    assert [(each["partition"], "more" in each) for each in second] == [(1, True), (2, False)]
+    put.cut()
+    outcomes = appending.result()
+    assert [type(each) for each in outcomes] == [StoredAt, MaybeStored, StoredAt, MaybeStored, NotStored]
+    assert isinstance(outcomes[-1], NotStored)
+    assert isinstance(outcomes[-1].error, AppendFailed)
+    log.close()
+
+
+def test_w1_an_error_after_the_first_of_several_appends_hides_nothing_of_what_is_stored(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appends_module, "PART_BATCHES", 1)
+    log, topic, _ = open_topic(peer)
+    appending = aside(lambda: topic.append([append(0), append(1), append(2)]))
+    put = peer.puts.get(timeout=20)
+    for _ in range(2):
+        put.next_data()
+    put.put_result(offset=4)
+    put.next_data()
+    put.cut(TopicDeleted("orders", TOPIC.id, is_made_again=False))
+    stored, *refused = appending.result()
+    assert stored == StoredAt(4)
+    assert [type(each.error) for each in refused if isinstance(each, NotStored)] == [TopicDeleted] * 2
     log.close()
 
 

@@ -180,18 +180,26 @@ class AppendStream:
         topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
         store = functools.partial(_store, self._served, given, topic)
         group: list[Received] = []
-        taken = 0
+        taken = decoded = 0
         try:
             while (message := await self._next(messages, is_rest=bool(group))) is not None:
                 received = receive(message, self._limits.append_decoded_bytes_max)
-                size = len(message) + received.layout.decoded_bytes
-                # A stream that holds the beginning of an append must not wait for ever: all others may do the same.
-                taken += await self._budget.take(size, self._limits.append_rest_s if group else None)
                 group.append(received)
                 if len(group) > self._limits.append_batches_max:
                     raise InvalidRecord(
                         f"an append may have {self._limits.append_batches_max:,} batches; send fewer with `more`"
                     )
+                # The batches are decoded one after another.
+                size = len(message) + max(0, received.layout.decoded_bytes - decoded)
+                decoded = max(decoded, received.layout.decoded_bytes)
+                if len(group) > 1 and taken + size > self._limits.append_bytes_max:  # it would wait for itself
+                    raise InvalidRecord(
+                        f"an append may have {self._limits.append_bytes_max:,} bytes, decompressed ones counted; send "
+                        "fewer batches with `more`, or smaller ones"
+                    )
+                # A stream that holds the beginning of an append must not wait for ever: all others may do the same.
+                rest_s = self._limits.append_rest_s if len(group) > 1 else None
+                taken += await self._budget.take(size, rest_s)
                 if received.has_more:
                     continue
                 if self._budget.has_room(size):  # the next batch comes while this one is stored
@@ -199,7 +207,7 @@ class AppendStream:
                 outcomes = await run(self._pools.data, functools.partial(store, group))
                 # Before the answers are sent: a client that does not read them must not hold room.
                 self._budget.give_back(taken)
-                group, taken = [], 0
+                group, taken, decoded = [], 0, 0
                 for outcome in outcomes:
                     await send(encode_outcome(outcome))
             if group:

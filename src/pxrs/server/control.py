@@ -165,6 +165,8 @@ class ControlStream:
                     "instance": self._served.instance,
                     "limits": {name: getattr(limits, name) for name in limits.__dataclass_fields__},
                     "calls_max": self._limits.calls_max,
+                    "append_batches_max": self._limits.append_batches_max,
+                    "append_bytes_max": self._limits.append_bytes_max,
                 }
             }
         )

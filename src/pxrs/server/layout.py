@@ -9,6 +9,9 @@ flatbuffer (Message.fbs and Schema.fbs of Arrow's format):
     Buffer        offset, length: 64 bits each          BodyCompression   0 codec   1 method
 
 A compressed buffer begins with its length once decompressed, 64 bits; -1 says that it is not compressed.
+
+Only metadata of version V5 is accepted, which Arrow writes since 1.0. For V4, Arrow's reader also decompresses a batch
+whose message names a codec in its `custom_metadata`, so that a batch without `compression` could be compressed.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from pxrs.remote.flight import Bytes
 BUFFERS_MAX: Final = 64
 """The columns of the log have fewer."""
 _RECORD_BATCH: Final = 3
+_VERSION_5: Final = 4
+"""How metadata of version V5 names its version."""
 _CODECS: Final = {0: 1, 1: 2}
 """The index in CODECS of each codec of Arrow: LZ4 frames, Zstandard."""
 
@@ -87,6 +92,8 @@ def read_layout(header: Bytes, body: Bytes) -> Layout:
     batch = message.table(2)
     if message.number(1, "<B") != _RECORD_BATCH or batch is None:
         raise InvalidRecord("the message is no record batch: send the batches of the log's columns and nothing else")
+    if message.number(0, "<h") != _VERSION_5:
+        raise InvalidRecord("the batch has not version V5 of Arrow's format: send it with Arrow 1.0 or later")
     compression = batch.table(3)
     if compression is None:
         return Layout(0, 0)

@@ -3,6 +3,11 @@
 Each method identifies its caller first, by the metadata of the call, and checks what the call touches before it has any
 effect (W4). A PxrsError becomes a status of gRPC with the error as trailing metadata.
 
+A request is received only after its caller is identified: `grpc.aio` would receive the one message of a method that is
+declared to take one before it calls the method, so that a client without a token could make the server hold as many
+unfinished messages as it opens calls. So all methods are declared to take a stream of messages, which is the same for
+clients.
+
 The methods are coroutines that send by `context.write`, not asynchronous generators: `grpc.aio` does not close a
 generator whose call was cancelled, so its `finally` blocks would run at some later time.
 """
@@ -47,6 +52,8 @@ from pxrs.server.staging import PutStream, StagedReadStream, is_staged
 
 _logger = logging.getLogger(__name__)
 
+REQUEST_S: Final = 30.0
+"""How long the request of a call that has one may take to arrive."""
 DETAILS_MAX: Final = 500
 """How many bytes of an error's text are in the status. With the metadata they must fit into 8 kB."""
 _STATUSES: Final = (
@@ -62,8 +69,8 @@ _STATUSES: Final = (
     (Closed, grpc.StatusCode.UNAVAILABLE),
 )
 
-Method = Callable[[Served, Any, Any], Awaitable[Any]]
-"""Given the hub for the caller, the request or the messages of the client, and the context of gRPC."""
+Method = Callable[[Served, AsyncIterator[bytes], Any], Awaitable[None]]
+"""Given the hub for the caller, the messages of the client, and the context of gRPC."""
 
 
 class Stream(Protocol):
@@ -95,17 +102,18 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.open = 0
         """How many calls are open."""
         self._is_draining = False
-        several = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
-        several["ListFlights"] = self._list_flights
-        both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
-        single = {"GetFlightInfo": self._get_flight_info, "GetSchema": self._get_schema}
+        methods: dict[str, Method] = {
+            "DoPut": self._do_put,
+            "DoExchange": self._do_exchange,
+            "DoGet": _with_request(self._do_get),
+            "DoAction": _with_request(self._do_action),
+            "ListActions": _with_request(self._list_actions),
+            "ListFlights": _with_request(self._list_flights),
+            "GetFlightInfo": _with_request(self._get_flight_info),
+            "GetSchema": _with_request(self._get_schema),
+        }
         self._handlers = {
-            f"/{flight.SERVICE}/{name}": handler(self._guarded(method, is_stream=methods is not single))
-            for handler, methods in (
-                (grpc.unary_stream_rpc_method_handler, several),
-                (grpc.stream_stream_rpc_method_handler, both),
-                (grpc.unary_unary_rpc_method_handler, single),
-            )
+            f"/{flight.SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(self._guarded(method))
             for name, method in methods.items()
         }
 
@@ -171,16 +179,16 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         for topic in served.gate.topics(served.caller, found, lambda topic: topic.name):
             await context.write(_info(topic.name, topic.partitions, topic.id))
 
-    async def _get_flight_info(self, served: Served, request: bytes, context: Any) -> bytes:
+    async def _get_flight_info(self, served: Served, request: bytes, context: Any) -> None:
         path = flight.read_descriptor(request).path
         if len(path) != 1:
             raise InvalidArgument("GetFlightInfo: the descriptor's path must be the name of one topic")
         given = Given("GetFlightInfo", {"topic": path[0]})
         topic = await run(self._pools.calls, functools.partial(served.permitted_topic, given))
-        return _info(topic.name, topic.partitions, topic.id)
+        await context.write(_info(topic.name, topic.partitions, topic.id))
 
-    async def _get_schema(self, served: Served, request: bytes, context: Any) -> bytes:
-        return flight.result(SCHEMA.serialize())
+    async def _get_schema(self, served: Served, request: bytes, context: Any) -> None:
+        await context.write(flight.result(SCHEMA.serialize()))
 
     def _json(self, data: bytes, what: str) -> dict[str, Any]:
         if len(data) > self._limits.request_bytes_max:
@@ -190,21 +198,20 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
 
-    def _guarded(self, method: Method, *, is_stream: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _guarded(self, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
         """The method; an error that it raises ends the call with a status."""
 
-        async def call(request: Any, context: Any) -> Any:
+        async def call(messages: Any, context: Any) -> None:
             self.open += 1
             try:
-                if is_stream:
-                    # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not
-                    # know that the metadata is sent, and can send no status any more: the call would never end.
-                    await context.send_initial_metadata(())
+                # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not know
+                # that the metadata is sent, and can send no status any more: the call would never end.
+                await context.send_initial_metadata(())
                 if self._is_draining:
                     raise Closed("the server is stopping: connect again")
                 if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
-                return await method(await self._by(context), request, context)
+                await method(await self._by(context), messages, context)
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -225,6 +232,22 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         identify = functools.partial(gate.identify, metadata, context.auth_context())
         caller = await run(self._pools.calls, identify) if gate.may_block(metadata) else identify()
         return replace(self._served, caller=caller)
+
+
+def _with_request(method: Callable[[Served, bytes, Any], Awaitable[None]]) -> Method:
+    """The method, called with the only message of the client."""
+
+    async def call(served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                request = await anext(aiter(messages), None)
+        except TimeoutError:
+            raise InvalidArgument(f"the request of the call did not arrive within {REQUEST_S:g} s") from None
+        if request is None:
+            raise InvalidArgument("the call has no request: send one message")
+        await method(served, request, context)
+
+    return call
 
 
 def _info(name: str, partitions: int, identity: str) -> bytes:

@@ -40,6 +40,8 @@ REFRESH_S: Final = 1.0
 _LOOK_S: Final = 0.02
 _READS_S: Final = 2.0
 """How long a server that stops waits for reads: they can be made again at no loss."""
+_CLOSE_S: Final = 1.0
+"""How long clients may take to close their connections when all calls have ended."""
 _IDLE_CONNECTION_S: Final = 3600
 _EXTRA_CALLS: Final = 200
 """Calls of gRPC beyond `streams_max`: health checks, and calls that are being refused."""
@@ -118,9 +120,12 @@ class Server:
             await asyncio.sleep(_LOOK_S)
         for stream in list(streams):
             stream.finish()
-        await self._grpc.stop(grace=max(1.0, began + drain_s - loop.time()))
+        while self.service.open and loop.time() < began + drain_s:
+            await asyncio.sleep(_LOOK_S)
         if streams:
             _logger.warning("%d streams were not answered before the server stopped", len(streams))
+        # gRPC waits until clients close their connections, which a frozen one does not, and then cuts them.
+        await self._grpc.stop(grace=_CLOSE_S)
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

@@ -14,7 +14,7 @@ from pxrs.errors import InvalidArgument, InvalidRecord, PxrsError
 from pxrs.log.batch import SCHEMA
 from pxrs.model import CODECS
 from pxrs.remote import flight
-from pxrs.server.layout import read_layout
+from pxrs.server.layout import _Table, read_layout
 from tests.integration.server.conftest import Running
 from tests.integration.server.peer import Put, act, batch_message, connect, error_of, get, records, rows
 
@@ -231,3 +231,26 @@ def test_a_cut_stream_keeps_the_order_of_its_appends(running: Running) -> None:
         stored = [value for value in values if value != 999]
         assert stored == list(range(len(stored)))
         assert len(stored) >= cut // 2 * 2
+
+
+def test_a_batch_that_names_its_codec_in_custom_metadata_is_refused(channel: grpc.Channel) -> None:
+    """Arrow's reader decompresses it too, and nothing in the batch itself says how large it is then."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4, compression="zstd")
+    whole = batch_of(value=pa.array([bytes(10_000_000), b"", b""], SCHEMA.field("value").type))
+    with pa.ipc.new_stream(sink, whole.schema, options=options) as writer:
+        writer.write_batch(whole, custom_metadata={"ARROW:experimental_compression": "zstd"})
+    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(sink.getvalue()))
+    messages.read_next_message()  # the schema
+    message = messages.read_next_message()
+    header, body = bytearray(message.metadata.to_pybytes()), message.body.to_pybytes()
+    # Remove the field `compression` of the record batch: see `pxrs.server.layout`.
+    batch_at = _Table(bytes(header), struct.unpack_from("<I", header)[0]).table(2)
+    assert batch_at is not None
+    place = batch_at._fields + 4 + 2 * 3
+    header[place : place + 2] = bytes(2)
+    assert pa.ipc.read_record_batch(flight.encapsulated(header, body), SCHEMA).nbytes > 100 * len(body)
+    about = flight.flight_data(flight.FlightData(bytes(header), body, b'{"partition": 0}'))
+    error = refusal(channel, about)
+    assert isinstance(error, InvalidRecord)
+    assert "V5" in str(error)

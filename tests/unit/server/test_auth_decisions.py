@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,9 @@ def test_a_client_cannot_give_the_id_of_a_queue_another_name() -> None:
         key = f"standing/{id}"
         assert not may_commit(admin, expect={key: ABSENT}, put={key: b"mail"}), "no id: it would stand for all queues"
     assert not may_commit(["queue:mail=take"], expect={new: ABSENT}, put={new: b"mail"})
+    for id, is_own in ((MAIL, True), (NEW_QUEUE, True), (SECRET_QUEUE, False)):
+        record = json.dumps({"id": id}).encode()
+        assert may_commit(admin, expect={"queues/mail": ABSENT}, put={"queues/mail": record}) == is_own, id
 
 
 def test_who_only_puts_cannot_read_change_or_remove_an_item() -> None:
@@ -172,7 +176,14 @@ def test_o10_a_group_is_no_way_to_hold_up_the_retention_of_a_topic_that_the_call
 def test_r4_a_member_does_not_delete_what_guards_other_writes() -> None:
     for guard in ("leader", f"owners/{ORDERS}/00000", f"checkpoints/{ORDERS}/00000", "hub", "assignor", "unknown"):
         assert not may_commit(MEMBER, delete=[f"groups/billing/{guard}"])
+        assert not may_commit(MEMBER, ephemeral={f"groups/billing/{guard}": b""}), "the end of the lease deletes it"
     assert may_commit(MEMBER, delete=["groups/billing/targets/i1"])
+    assert may_commit(MEMBER, ephemeral={"groups/billing/members/i1": b""})
+    sequence, item = f"items/{MAIL}/sequence", f"items/{MAIL}/ready/x"
+    assert may_commit(["queue:mail=put"], put={sequence: b""})
+    assert not may_commit(["queue:mail=put"], ephemeral={sequence: b""})
+    assert not may_commit(["queue:mail=put"], expect={item: ABSENT}, ephemeral={item: b""})
+    assert not may_commit(["hub=admin"], expect={"spark/registry": ABSENT}, ephemeral={"spark/registry": b"a" * 32})
 
 
 @pytest.mark.parametrize("key", ["upkeep/h/janitor", "cluster/brokers/1", f"topics/{ORDERS}/start"])

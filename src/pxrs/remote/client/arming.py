@@ -40,6 +40,8 @@ class Armed:
         self.arguments = {**arguments, "number": number}
         self.stream: ControlStream | None = None
         """The stream on which it was last asked for."""
+        self.is_asked = False
+        """Whether the server has not answered that yet."""
         self.was_armed = False
         self.is_woken = False
         """Whether it was woken after the last refusal, so that a lasting refusal does not wake again and again."""
@@ -111,10 +113,12 @@ class Arms:
 
     def _ask(self, armed: Armed, stream: ControlStream, *, is_again: bool = False) -> None:
         with self._lock:
-            is_asked = armed.stream is stream and not is_again
-            if armed.number not in self._all or self._stream is not stream or is_asked:
+            # The next stream may have begun since the caller has seen this one.
+            if armed.number not in self._all or stream is not self._stream:
                 return
-            armed.stream = stream
+            if armed.stream is stream and (armed.is_asked or not is_again):
+                return
+            armed.stream, armed.is_asked = stream, True
         try:
             stream.send(armed.call, armed.arguments, lambda answer: self._take_answer(armed, stream, answer))
         except Unanswered:
@@ -125,6 +129,9 @@ class Arms:
             return  # as above
         is_woken = False
         with self._lock:
+            if armed.stream is not stream:
+                return  # it was asked for again on the next stream
+            armed.is_asked = False
             is_there = armed.number in self._all
             if not isinstance(answer, Exception):
                 is_woken, armed.was_armed, armed.is_woken = armed.was_armed, True, False

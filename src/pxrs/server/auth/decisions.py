@@ -111,7 +111,8 @@ def _watch(grants: Grants, names: Names, call: str, arguments: Arguments) -> boo
 
 
 def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
-    put = {**_mapping(call, arguments, "put"), **_mapping(call, arguments, "ephemeral")}
+    ephemeral = _mapping(call, arguments, "ephemeral")
+    put = {**_mapping(call, arguments, "put"), **ephemeral}
 
     def value_of(key: str) -> bytes:
         try:
@@ -120,7 +121,7 @@ def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bo
             raise InvalidArgument(f"{call}: a value is not base64 text") from error
 
     expect, delete = _mapping(call, arguments, "expect"), _texts(call, arguments, "delete")
-    return may_commit(grants, names, expect, put.keys(), delete, value_of)
+    return may_commit(grants, names, expect, put.keys(), ephemeral.keys(), delete, value_of)
 
 
 def _text(call: str, arguments: Arguments, name: str) -> str:

@@ -31,6 +31,7 @@ can see the ids of all takers, and can write their outcomes.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ from pxrs.server.auth.permissions import Grants
 
 Rights = Mapping[str, str]
 """By action: the letters of what it permits on a key: r to read, expect and watch it; c to create it, in a commit that
-expects it ABSENT; p to put it in any case; d to delete it."""
+expects it ABSENT; p to put it in any case; d to delete it. To put it as an ephemeral key needs d too, because the end
+of the lease deletes the key: otherwise a member could delete a guard so (R4)."""
 
 _GROUP: Final[Rights] = {"read": "r", "member": "rcp", "admin": "rcpd"}
 _GROUP_PASSING: Final[Rights] = {"read": "r", "member": "rcpd"}
@@ -56,6 +58,8 @@ _ITEMS: Final[Rights] = {"read": "r", "take": "rcpd"}
 _ITEMS_TO_PUT: Final[Rights] = {"put": "c", "read": "r", "take": "rcpd"}
 _SEQUENCE: Final[Rights] = {"put": "rcp", "read": "r", "take": "rcpd"}
 _TAKER: Final[Rights] = {"describe": "r", "put": "rc"}
+_TAKERS: Final = "takers/"
+"""Keys here are always ephemeral, and only new ones are permitted, so that to create one needs no right to delete."""
 _OUTCOME: Final[Rights] = {"put": "rcpd"}
 _TOPIC: Final[Rights] = {"read": "r"}
 _GATE: Final[Rights] = {"read": "rcp"}
@@ -204,15 +208,19 @@ def may_commit(
     names: Names,
     expect: Mapping[str, int],
     put: Collection[str],
+    ephemeral: Collection[str],
     delete: Collection[str],
     value_of: Callable[[str], bytes],
 ) -> bool:
     """Whether everything that a commit names is permitted.
 
-    put:      the keys that it puts, also as ephemeral keys.
-    value_of: the value that is put under a key; asked for few keys, because values need not be decoded here."""
+    put:       the keys that it puts, also as ephemeral keys.
+    ephemeral: those of them that it puts as ephemeral keys.
+    value_of:  the value that is put under a key; asked for few keys, because values need not be decoded here."""
     for key in {*expect, *put, *delete}:
         letters = letters_of(grants, names, key)
+        if key in ephemeral and "d" not in letters and not key.startswith(_TAKERS):
+            return False
         creates = key in put and expect.get(key) == ABSENT
         if key in put and not ("p" in letters or ("c" in letters and creates)):
             creates = creates and _is_new_queue(grants, names, key, value_of)
@@ -256,7 +264,20 @@ def _may_put(grants: Grants, names: Names, key: str, value_of: Callable[[str], b
             value = value_of(key).decode(errors="replace")
             name = _name_of(names.queue, id) or value
             return value == name and grants.may("queue", name, "admin")
+        case ["queues", name]:
+            # Who deletes the queue of this name deletes the items of the id in the value.
+            return _name_of(names.queue, _id_in(value_of(key))) in (None, name)
     return True
+
+
+def _id_in(record: bytes) -> str:
+    """The id in the record of a queue; empty if it has none."""
+    try:
+        found = json.loads(record)
+    except (ValueError, RecursionError):
+        return ""
+    id = found.get("id") if isinstance(found, dict) else None
+    return id if isinstance(id, str) else ""
 
 
 Scan = Callable[[str, str | None, int | None], list[Entry]]

@@ -1,0 +1,71 @@
+"""W4, W5: a request is received only after its caller is identified, so that nobody without a token can make the server
+hold messages that are half sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pxrs.hub import Hub
+from pxrs.server import health
+from pxrs.server.auth import tokens
+from pxrs.server.serving import ServerSettings, serving
+from tests.integration.server.conftest import Running
+from tests.integration.server.peer import Sender, Streaming, connect, method
+
+METHODS = ("DoGet", "DoPut", "DoExchange", "DoAction", "ListActions", "ListFlights", "GetFlightInfo", "GetSchema")
+CHECK = method("Check", health.SERVICE)
+SERVING = b"\x08\x01"
+
+
+@pytest.fixture
+def guarded(hub: Hub, tmp_path: Path) -> Iterator[grpc.Channel]:
+    """A connection to a server with a tokens file."""
+    path = str(tmp_path / "tokens.json")
+    tokens.create(path, "ci", ["topic:orders=read"], now=0.0)
+    with serving(hub, ServerSettings(auth=path)) as address, connect(address) as channel:
+        yield channel
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_call_without_a_token_is_refused_before_its_request_arrives(guarded: grpc.Channel, name: str) -> None:
+    with Streaming(guarded, name) as stream:  # which sends nothing
+        with pytest.raises(grpc.RpcError) as failed:
+            stream.receive()
+        refused: Any = failed.value
+        assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_call_that_ends_without_a_request_is_refused_or_empty(channel: grpc.Channel, name: str) -> None:
+    with Streaming(channel, name) as stream:
+        stream.sender.end()
+        try:
+            assert not list(stream.call)
+        except grpc.RpcError as failed:
+            refused: Any = failed
+            assert refused.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN)
+
+
+def test_health_is_answered_while_others_do_not_send_their_requests(running: Running) -> None:
+    with connect(running.address) as channel:
+        silent = [_Silent(channel) for _ in range(health.REQUESTS_MAX + 2)]
+        try:
+            assert channel.unary_unary(CHECK)(b"", timeout=20) == SERVING
+            for each in silent:  # the server waits for the requests of some, for a moment
+                assert each.receive() == SERVING
+        finally:
+            for each in silent:
+                each.cancel()
+
+
+class _Silent(Streaming):
+    """A call of health checking that sends nothing."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.sender = Sender()
+        self.call = channel.stream_stream(CHECK)(iter(self.sender), timeout=20)
