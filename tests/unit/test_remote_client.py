@@ -6,9 +6,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import queue
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from pxrs.remote.client import appends as appends_module
 from pxrs.remote.client import arming, connection
 from pxrs.remote.client import log as log_module
 from pxrs.remote.client.registry import RemoteRegistry
+from pxrs.remote.client.topic import RemoteTopic
 from pxrs.testing.log_fixtures import new_topic, records
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.waiting import aside, eventually
@@ -381,6 +384,27 @@ def test_r2_a_watch_that_cannot_be_armed_again_is_woken_and_asked_for_until_it_i
         assert watch.wait(20)
 
 
+def test_r2_a_watch_that_the_server_refuses_for_long_is_woken_now_and_then(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next server may have no room for it: whoever waits must not sleep for ever, although nothing tells of a
+    change."""
+    monkeypatch.setattr(arming, "AGAIN_S", 0.02)
+    monkeypatch.setattr(arming, "LOOK_S", 0.1)
+    registry, control = open_registry(peer)
+    with registry:
+        watching = aside(lambda: registry.watch("a/"))
+        control.answer(control.next())
+        watch = watching.result()
+        control.cut()
+        control = peer.control()
+        wakes = 0
+        for _ in range(40):
+            control.say(id=control.next()["id"], error={"code": "remote.busy", "message": "full"})
+            wakes += watch.wait(0)
+        assert 3 <= wakes <= 20
+
+
 def test_a_watch_is_not_asked_for_twice_on_one_stream(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number is in use on the server once it is confirmed: asked for again, it would be refused for ever."""
     monkeypatch.setattr(arming, "AGAIN_S", 0.3)
@@ -436,6 +460,46 @@ def test_readers_that_wait_one_after_the_other_share_a_subscription(peer: Peer) 
     assert (ended["call"], ended["number"]) == ("topic.unsubscribe", request["number"]), "nobody waits for it"
     assert not called.is_set()
     log.close()
+
+
+def test_a_subscription_that_the_server_refuses_ends_with_its_last_reader(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a topic that was deleted while the connection was cut, say: it must not be asked for, for ever."""
+    monkeypatch.setattr(arming, "AGAIN_S", 0.05)
+    log, topic, control = open_topic(peer)
+    woken = threading.Event()
+    subscribing = aside(lambda: topic.subscribe([0], woken.set))
+    control.answer(control.next())
+    subscription = subscribing.result()
+    control.cut()
+    control = peer.control()
+    error = wire.error_to_dict(TopicDeleted("orders", TOPIC.id, is_made_again=False))
+    control.say(id=control.next()["id"], error=error)
+    assert woken.wait(20)
+    control.say(id=control.next()["id"], error=error)
+    subscription.close()
+    asked = []
+    with suppress(queue.Empty):
+        for _ in range(10):
+            asked.append(control.next(0.5))
+            control.say(id=asked[-1]["id"], error=error)
+    calls = [each["call"] for each in asked]
+    assert "topic.unsubscribe" in calls
+    assert calls.count("topic.subscribe") <= 1, "more than the one that was on its way"
+    log.close()
+
+
+def test_a_closed_log_asks_for_no_subscription(peer: Peer) -> None:
+    """Another log may share the connection, on which the subscription would stay."""
+    log, topic, control = open_topic(peer)
+    assert isinstance(topic, RemoteTopic)
+    subscriptions = topic._session.subscriptions
+    with closing(open_log(peer.url)):
+        log.close()
+        with pytest.raises(Closed):
+            subscriptions.add("orders", TOPIC.id, [0], print, 1.0)
+        assert control.is_quiet()
 
 
 # Topics.
