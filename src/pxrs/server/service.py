@@ -45,7 +45,7 @@ from pxrs.server.auth.gate import Caller, unauthenticated
 from pxrs.server.budget import Budget
 from pxrs.server.calls import Served
 from pxrs.server.control import ControlStream
-from pxrs.server.given import Given
+from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
 from pxrs.server.reads import ReadStream, Room
 from pxrs.server.settings import ServerLimits
@@ -124,7 +124,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Read the tokens file again if it has changed, and end the streams of tokens that are not valid any more. An
         action ends by itself."""
         gate = self._served.gate
-        await run(self._pools.calls, gate.refresh)
+        await run(self._pools.tokens, gate.refresh)
         for stream, caller in list(self.streams.items()):
             if not gate.is_valid(caller):
                 # Accepted, with other permissions than before: the client is to connect again.
@@ -190,12 +190,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         await context.write(flight.result(SCHEMA.serialize()))
 
     def _json(self, data: bytes, what: str) -> dict[str, Any]:
-        if len(data) > self._limits.request_bytes_max:
-            raise InvalidArgument(f"{what} has {len(data):,} bytes, and {self._limits.request_bytes_max:,} is the most")
-        try:
-            return wire.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
+        return parse(data, what, self._limits.request_bytes_max)
 
     def _guarded(self, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
         """The method; an error that it raises ends the call with a status."""

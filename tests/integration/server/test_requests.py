@@ -3,6 +3,7 @@ hold messages that are half sent."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from pxrs.hub import Hub
 from pxrs.server import health
 from pxrs.server.auth import tokens
 from pxrs.server.serving import ServerSettings, serving
+from pxrs.server.settings import ServerLimits
 from tests.integration.server.conftest import Running
-from tests.integration.server.peer import Sender, Streaming, connect, method
+from tests.integration.server.peer import CONTROL, HELLO, Sender, Streaming, connect, json_message, method
 
 METHODS = ("DoGet", "DoPut", "DoExchange", "DoAction", "ListActions", "ListFlights", "GetFlightInfo", "GetSchema")
 CHECK = method("Check", health.SERVICE)
@@ -38,6 +40,33 @@ def test_a_call_without_a_token_is_refused_before_its_request_arrives(guarded: g
             stream.receive()
         refused: Any = failed.value
         assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_w5_a_revoked_token_ends_its_stream_although_its_calls_block_all_threads(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = str(tmp_path / "tokens.json"), threading.Event()
+    _, token = tokens.create(path, "ci", ["registry:k/=read"], now=0.0)
+    settings = ServerSettings(auth=path, limits=ServerLimits(threads=1))
+    with serving(hub, settings) as address, connect(address) as channel, monkeypatch.context() as patched:
+        patched.setattr(hub.registry, "get", lambda key: opened.wait(60) and None)
+        try:
+            with Streaming(channel, "DoExchange", [("authorization", f"Bearer {token}")]) as stream:
+                for message in (
+                    CONTROL,
+                    json_message(HELLO),
+                    json_message({"id": 1, "call": "registry.get", "key": "k/a"}),
+                ):
+                    stream.sender.put(message)
+                stream.receive()
+                tokens.revoke(path, "ci")
+                with pytest.raises(grpc.RpcError) as failed:
+                    stream.receive()
+            refused: Any = failed.value
+            assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert not opened.is_set()
+        finally:
+            opened.set()
 
 
 @pytest.mark.parametrize("name", METHODS)
