@@ -15,9 +15,11 @@ generator whose call was cancelled, so its `finally` blocks would run at some la
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -101,6 +103,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """The streams that are open, and who has opened each."""
         self.open = 0
         """How many calls are open."""
+        self._open_by_token: Counter[str] = Counter()
+        """How many of them there are for each id of a token."""
         self._is_draining = False
         methods: dict[str, Method] = {
             "DoPut": self._do_put,
@@ -205,7 +209,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     raise Closed("the server is stopping: connect again")
                 if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
-                await method(self._by(context), messages, context)
+                served = self._by(context)
+                with self._counted(served.caller):
+                    await method(served, messages, context)
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -219,6 +225,20 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self.open -= 1
 
         return call
+
+    @contextlib.contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        """Count a call for the token of its caller. Raises ServerBusy if the token has too many."""
+        token, most = "" if caller.token is None else caller.token.id, self._limits.token_streams_max
+        if token and self._open_by_token[token] >= most:
+            raise ServerBusy(f"clients with this token have {most:,} streams open on this server: close some")
+        self._open_by_token[token] += 1
+        try:
+            yield
+        finally:
+            self._open_by_token[token] -= 1
+            if not self._open_by_token[token]:
+                del self._open_by_token[token]
 
     def _by(self, context: Any) -> Served:
         """The hub for the caller. Raises Unauthenticated."""
