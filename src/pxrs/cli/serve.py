@@ -89,6 +89,7 @@ def serve(
     """
     # Over the limit: each option of the command is a parameter with its help text.
     try:
+        from pxrs.server.descriptors import connections_within
         from pxrs.server.serving import ServerSettings
         from pxrs.server.settings import ServerLimits
     except ImportError as error:
@@ -108,6 +109,7 @@ def serve(
         "drain_s": drain_s,
     }
     limits = with_limits(ServerLimits(), named, limit or ())
+    limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
     with open_hub(directory, registry, makes_registry=True) as hub:
         asyncio.run(_run(hub, settings, is_tls=tls_cert is not None))
@@ -138,6 +140,8 @@ def check_listen(listen: str, *, is_open: bool) -> None:
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
         raise InvalidArgument(f"--listen is {listen!r}: give HOST:PORT, such as {LISTEN_DEFAULT}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise InvalidArgument(f"--listen is {listen!r}: write an IPv6 address in brackets, such as [::1]:7077")
     if not is_open or host == "localhost":
         return
     try:

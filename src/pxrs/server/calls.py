@@ -125,6 +125,8 @@ def _scan(served: Served, given: Given, at: float) -> Result:
     """In pages, so that neither an answer nor what is read for it is too long. Each page is a scan of its own, which
     R1 allows: a value is the one of some moment during the call."""
     prefix, after, limit = given.text("prefix"), given.text_or_none("after"), given.whole_or_none("limit")
+    if limit is not None and limit < 1:
+        raise InvalidArgument(f"{given.call}: limit is {limit}: give a whole number from 1 on")
     found: list[Entry] = []
     size, wanted = 0, SCAN_PAGE_FIRST
     while True:

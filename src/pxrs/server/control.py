@@ -37,7 +37,7 @@ from pxrs.errors import InvalidArgument, PxrsError, WireMismatch
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.budget import Budget
-from pxrs.server.given import Given
+from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
 from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
@@ -129,10 +129,6 @@ class ControlStream:
         async for message in messages:
             arrived_at = self._served.hub.registry.clock.now()
             self._used_at = time.monotonic()
-            if len(message) > self._limits.request_bytes_max:
-                raise InvalidArgument(
-                    f"a control message has {len(message):,} bytes, and {self._limits.request_bytes_max:,} is the most"
-                )
             try:
                 data = flight.read_flight_data(message)
             except flight.MalformedMessage as error:
@@ -142,7 +138,9 @@ class ControlStream:
             is_begun = True
             if not len(data.app_metadata):
                 continue  # the message that only has the descriptor
-            found = _parse(data.app_metadata)
+            # Not on a thread: that would hold the GIL for as long, and a message could wait there behind calls that
+            # block.
+            found = parse(data.app_metadata, "a control message", self._limits.request_bytes_max)
             if not is_greeted:
                 self._greet(found)
                 is_greeted = True
@@ -270,14 +268,6 @@ class ControlStream:
                 return
             self._wake.clear()
             await self._wake.wait()
-
-
-def _parse(data: flight.Bytes) -> dict[str, Any]:
-    # Not on a thread: that would hold the GIL for as long, and a message could wait there behind calls that block.
-    try:
-        return wire.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"a control message is not one JSON object: {str(error)[:200]}") from error
 
 
 def _nothing() -> None:

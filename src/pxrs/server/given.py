@@ -1,14 +1,31 @@
-"""The arguments of a call, as a client sent them: each is checked before it is used."""
+"""The JSON objects that clients send, and the arguments of calls in them: each is checked before it is used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from pxrs.errors import InvalidArgument
-from pxrs.remote import wire
+from pxrs.remote import flight, wire
 
 _MISSING: Any = object()
+ITEMS_MAX: Final = 200_000
+"""How many values a JSON object of a client may have, those of inner objects and lists included. Each takes up to a
+hundred bytes of memory, and as little as two bytes of the message."""
+
+
+def parse(data: flight.Bytes, what: str, bytes_max: int) -> dict[str, Any]:
+    """The JSON object that a client sent. what: names it in the InvalidArgument that is raised if it is none, or is too
+    large."""
+    if len(data) > bytes_max:
+        raise InvalidArgument(f"{what} has {len(data):,} bytes, and {bytes_max:,} is the most")
+    text = bytes(data)
+    if sum(map(text.count, (b",", b"[", b"{"))) > ITEMS_MAX:  # those in texts count too, which are few
+        raise InvalidArgument(f"{what} has more than {ITEMS_MAX:,} values: send it in several calls")
+    try:
+        return wire.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
 
 
 class Given:
@@ -52,10 +69,11 @@ class Given:
         return value
 
     def wholes(self, name: str) -> list[int]:
+        """Each once: what is done for each may take its time."""
         found = self._get(name, list, "a list of integers")
         if not all(type(each) is int for each in found):
             raise InvalidArgument(f"{self.call}: {name} is not a list of integers")
-        return list(found)
+        return list(dict.fromkeys(found))
 
     def texts(self, name: str) -> list[str]:
         found = self._get(name, list, "a list of texts", [])

@@ -15,9 +15,11 @@ generator whose call was cancelled, so its `finally` blocks would run at some la
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -43,7 +45,7 @@ from pxrs.server import calls
 from pxrs.server.auth.gate import Caller, unauthenticated
 from pxrs.server.budget import Budget
 from pxrs.server.control import ControlStream
-from pxrs.server.given import Given
+from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
 from pxrs.server.reads import ReadStream, Room
 from pxrs.server.served import Served
@@ -101,6 +103,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """The streams that are open, and who has opened each."""
         self.open = 0
         """How many calls are open."""
+        self._open_by_token: Counter[str] = Counter()
+        """How many of them there are for each id of a token."""
         self._is_draining = False
         methods: dict[str, Method] = {
             "DoPut": self._do_put,
@@ -124,7 +128,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Read the tokens file again if it has changed, and end the streams of tokens that are not valid any more. An
         action ends by itself."""
         gate = self._served.gate
-        await run(self._pools.calls, gate.refresh)
+        await run(self._pools.tokens, gate.refresh)
         for stream, caller in list(self.streams.items()):
             if not gate.is_valid(caller):
                 # Accepted, with other permissions than before: the client is to connect again.
@@ -191,12 +195,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         await context.write(flight.result(SCHEMA.serialize()))
 
     def _json(self, data: bytes, what: str) -> dict[str, Any]:
-        if len(data) > self._limits.request_bytes_max:
-            raise InvalidArgument(f"{what} has {len(data):,} bytes, and {self._limits.request_bytes_max:,} is the most")
-        try:
-            return wire.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
+        return parse(data, what, self._limits.request_bytes_max)
 
     def _guarded(self, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
         """The method; an error that it raises ends the call with a status."""
@@ -211,7 +210,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     raise Closed("the server is stopping: connect again")
                 if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
-                await method(await self._by(context), messages, context)
+                served = await self._by(context)
+                with self._counted(served.caller):
+                    await method(served, messages, context)
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -225,6 +226,20 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self.open -= 1
 
         return call
+
+    @contextlib.contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        """Count a call for the token of its caller. Raises ServerBusy if the token has too many."""
+        token, most = "" if caller.token is None else caller.token.id, self._limits.token_streams_max
+        if token and self._open_by_token[token] >= most:
+            raise ServerBusy(f"clients with this token have {most:,} streams open on this server: close some")
+        self._open_by_token[token] += 1
+        try:
+            yield
+        finally:
+            self._open_by_token[token] -= 1
+            if not self._open_by_token[token]:
+                del self._open_by_token[token]
 
     async def _by(self, context: Any) -> Served:
         """The hub for the caller. Raises Unauthenticated."""

@@ -89,7 +89,8 @@ class Server:
             else:
                 port = self._grpc.add_secure_port(listen, credentials)
         except RuntimeError as error:
-            raise InvalidArgument(f"cannot listen on {listen}: {error}") from error
+            advice = "" if credentials is None else "; are the files of the certificate and its key valid PEM?"
+            raise InvalidArgument(f"cannot listen on {listen}: {error}{advice}") from error
         if not port:
             raise InvalidArgument(f"cannot listen on {listen}: is the port in use?")
         self.address = f"{listen.rpartition(':')[0]}:{port}"

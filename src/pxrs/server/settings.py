@@ -14,6 +14,8 @@ class ServerLimits:
     """How many connections of all clients are open at a time. Others are closed at once."""
     streams_max: int = 4_000
     """How many calls of gRPC are open at a time: control streams, reads, appends and actions of all clients."""
+    token_streams_max: int = 2_000
+    """How many of them clients with the same token have: one token cannot keep all others out."""
     request_bytes_max: int = 16 << 20
     """How long a control message, a ticket or the body of an action may be. A commit of the registry has to fit in."""
     calls_max: int = 256

@@ -14,6 +14,7 @@ import pytest
 import pxrs
 from pxrs.errors import InvalidArgument, InvalidRecord, LeaseExpired, ServerBusy
 from pxrs.hub import Hub
+from pxrs.server.given import ITEMS_MAX, Given
 from pxrs.server.grants import Grants
 from pxrs.server.serving import Server
 from tests.integration.server.conftest import Running, Start
@@ -442,3 +443,28 @@ def test_a_scan_is_answered_in_parts_that_fit_a_message(running: Running, channe
             found += answer["entries"]
             after, is_more = found[-1][0], answer["more"]
         assert [entry[0] for entry in found] == [f"a/{number}" for number in range(5)]
+
+
+def test_a_json_object_of_too_many_values_is_refused_before_it_is_parsed(channel: grpc.Channel) -> None:
+    """Two bytes of JSON can take a hundred bytes of memory."""
+    with pytest.raises(grpc.RpcError) as failed:
+        act(channel, "log.topics", x=[{}] * ITEMS_MAX)
+    assert isinstance(error_of(failed.value), InvalidArgument)
+    with Control(channel) as control:
+        control.begin("log.topics", x=[[]] * ITEMS_MAX)
+        with pytest.raises(grpc.RpcError) as failed:
+            control.take()
+        assert "values" in str(error_of(failed.value))
+
+
+def test_a_partition_that_is_named_often_is_looked_at_once() -> None:
+    """For a million times the same partition, `topic.bounds` took a minute of a thread."""
+    assert Given("topic.bounds", {"partitions": [1, 0, 1, 0]}).wholes("partitions") == [1, 0]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_scan_with_no_limit_to_speak_of_is_refused(channel: grpc.Channel, limit: int) -> None:
+    for prefix in ("", "groups/"):
+        with pytest.raises(grpc.RpcError) as failed:
+            act(channel, "registry.scan", prefix=prefix, limit=limit)
+        assert isinstance(error_of(failed.value), InvalidArgument)

@@ -3,19 +3,23 @@ hold messages that are half sent."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from pxrs.errors import ServerBusy
 from pxrs.hub import Hub
 from pxrs.server import health
 from pxrs.server.auth import tokens
 from pxrs.server.serving import ServerSettings, serving
+from pxrs.server.settings import ServerLimits
 from tests.integration.server.conftest import Running
-from tests.integration.server.peer import Sender, Streaming, connect, method
+from tests.integration.server.peer import CONTROL, HELLO, Sender, Streaming, connect, error_of, json_message, method
 
 METHODS = ("DoGet", "DoPut", "DoExchange", "DoAction", "ListActions", "ListFlights", "GetFlightInfo", "GetSchema")
 CHECK = method("Check", health.SERVICE)
@@ -38,6 +42,57 @@ def test_a_call_without_a_token_is_refused_before_its_request_arrives(guarded: g
             stream.receive()
         refused: Any = failed.value
         assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_w5_a_revoked_token_ends_its_stream_although_its_calls_block_all_threads(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = str(tmp_path / "tokens.json"), threading.Event()
+    _, token = tokens.create(path, "ci", ["registry:k/=read"], now=0.0)
+    settings = ServerSettings(auth=path, limits=ServerLimits(threads=1))
+    with serving(hub, settings) as address, connect(address) as channel, monkeypatch.context() as patched:
+        patched.setattr(hub.registry, "get", lambda key: opened.wait(60) and None)
+        try:
+            with Streaming(channel, "DoExchange", [("authorization", f"Bearer {token}")]) as stream:
+                for message in (
+                    CONTROL,
+                    json_message(HELLO),
+                    json_message({"id": 1, "call": "registry.get", "key": "k/a"}),
+                ):
+                    stream.sender.put(message)
+                stream.receive()
+                tokens.revoke(path, "ci")
+                with pytest.raises(grpc.RpcError) as failed:
+                    stream.receive()
+            refused: Any = failed.value
+            assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert not opened.is_set()
+        finally:
+            opened.set()
+
+
+def test_w5_one_token_cannot_take_all_streams(hub: Hub, tmp_path: Path) -> None:
+    path = str(tmp_path / "tokens.json")
+    greedy, other = (tokens.create(path, name, ["topic:t=read"], now=0.0)[1] for name in ("greedy", "other"))
+    settings = ServerSettings(auth=path, limits=ServerLimits(token_streams_max=2))
+    with serving(hub, settings) as address, connect(address) as channel, ExitStack() as stack:
+
+        def open_stream(token: str | None) -> Streaming:
+            stream = stack.enter_context(Streaming(channel, "DoExchange", [("authorization", f"Bearer {token}")]))
+            stream.sender.put(CONTROL)
+            stream.sender.put(json_message(HELLO))
+            return stream
+
+        first, second = open_stream(greedy), open_stream(greedy)
+        assert first.receive()
+        assert second.receive()
+        with pytest.raises(grpc.RpcError) as failed:
+            open_stream(greedy).receive()
+        assert isinstance(error_of(failed.value), ServerBusy)
+        assert open_stream(other).receive()
+        first.sender.end()
+        assert not list(first.call)  # it has ended, and there is room again
+        assert open_stream(greedy).receive()
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -16,6 +16,9 @@ MAIL, SECRET_QUEUE, NEW_QUEUE = "b" * 31 + "1", "b" * 31 + "2", "b" * 31 + "3"
 class FixedNames:
     """Topics `orders` and `secret`, queues `mail` and `secret`."""
 
+    def once(self) -> FixedNames:
+        return self
+
     def topic(self, id: str) -> str | None:
         return {ORDERS: "orders", SECRET_TOPIC: "secret"}.get(id)
 

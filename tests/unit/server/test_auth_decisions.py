@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import pxrs
-from pxrs.errors import Conflict, InvalidArgument, NotPermitted, TopicDeleted, UnknownTopic
+from pxrs.errors import CommitTooLarge, Conflict, InvalidArgument, NotPermitted, TopicDeleted, UnknownTopic
+from pxrs.registry import memory
+from pxrs.registry.file import registry as file_registry
 from pxrs.registry.memory import MemoryRegistry
+from pxrs.registry.sql import registry as sql_registry
 from pxrs.registry.values import ABSENT
-from pxrs.server.auth.decisions import is_permitted
+from pxrs.server.auth.decisions import KEYS_MAX, is_permitted
 from pxrs.server.auth.gate import ANYONE, Caller, Gate, visible_conflict
 from pxrs.server.auth.keys import may_scan, scan_visible
 from pxrs.server.auth.names import HubNames
@@ -408,6 +412,32 @@ def test_names_come_from_the_log_and_the_registry_and_new_ones_count_at_once(tmp
         assert HubNames(hub.topics, hub.registry.get).topic(created.id) is None
         hub.registry.commit(put={f"deleted/{NEW_QUEUE}": b"gone"})
         assert names.queue(NEW_QUEUE) == "gone", "what is left of it can be removed by its takers"
+
+
+def test_w5_the_topics_are_listed_once_for_a_call_that_names_many_ids_of_no_topic(tmp_path: Path) -> None:
+    listings = []
+
+    def listed() -> list[pxrs.Topic]:
+        listings.append(1)
+        return hub.topics()
+
+    with pxrs.open(tmp_path, upkeep=False) as hub:
+        gate = Gate(None, HubNames(listed, hub.registry.get))
+        caller = Caller(Grants.parse(MEMBER))
+        put = {f"groups/billing/checkpoints/{uuid.uuid4().hex}/00000": "" for _ in range(100)}
+        gate.check(caller, "registry.commit", {"put": put})
+        assert len(listings) == 1
+        late = hub.create_topic("late", partitions=1)
+        with pytest.raises(NotPermitted):  # a topic that is new since then counts
+            gate.check(caller, "registry.commit", {"put": {f"groups/billing/checkpoints/{late.id}/00000": ""}})
+
+
+def test_w5_a_commit_of_more_keys_than_any_store_takes_is_refused_before_it_is_decided_about() -> None:
+    put = {f"groups/billing/targets/{number}": b"" for number in range(KEYS_MAX)}
+    assert may_commit(MEMBER, put=put)
+    with pytest.raises(CommitTooLarge):
+        may_commit(MEMBER, put={**put, "groups/billing/assignment": b""})
+    assert max(each.commit_keys_max for each in (file_registry.LIMITS, memory.LIMITS, sql_registry.LIMITS)) <= KEYS_MAX
 
 
 def test_a_taker_may_do_what_looking_after_its_queues_needs() -> None:

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from pxrs.errors import InvalidArgument
+from pxrs.errors import CommitTooLarge, InvalidArgument
 from pxrs.remote import wire
 from pxrs.server.auth.keys import Names, may_commit, may_read, may_scan, may_watch
 from pxrs.server.auth.permissions import Grants
+
+KEYS_MAX: Final = 4_096
+"""How many keys a commit may name before it is decided about: each may take a look into the registry. No store takes
+more."""
 
 Arguments = Mapping[str, Any]
 Decision = Callable[[Grants, Names, str, Arguments], bool]
@@ -121,6 +125,10 @@ def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bo
             raise InvalidArgument(f"{call}: a value is not base64 text") from error
 
     expect, delete = _mapping(call, arguments, "expect"), _texts(call, arguments, "delete")
+    if len({*expect, *put, *delete}) > KEYS_MAX:
+        raise CommitTooLarge(
+            f"{call}: it names more than {KEYS_MAX:,} keys, which no store takes: make several commits"
+        )
     return may_commit(grants, names, expect, put.keys(), ephemeral.keys(), delete, value_of)
 
 

@@ -205,7 +205,7 @@ class Gate:
         grants = self._grants(caller)
         if grants is None:
             raise unauthenticated()
-        if not is_permitted(grants, self._names, call, arguments):
+        if not is_permitted(grants, self._names.once(), call, arguments):
             raise _not_permitted(call)
 
     def topics(self, caller: Caller, topics: Iterable[T], name: Callable[[T], str]) -> list[T]:
@@ -217,12 +217,12 @@ class Gate:
     ) -> list[Entry]:
         """The entries of a scan that `check` has permitted, without those that the caller may not read. Fewer than
         `limit` means that there are no more."""
-        return scan_visible(caller.grants, self._names, scan, prefix, after, limit)
+        return scan_visible(caller.grants, self._names.once(), scan, prefix, after, limit)
 
     def shown(self, caller: Caller, error: PxrsError) -> PxrsError:
         """The error as the caller may see it: without keys that it may not read and topics that it may not see."""
         if type(error) is Conflict:
-            return visible_conflict(error, caller.grants, self._names)
+            return visible_conflict(error, caller.grants, self._names.once())
         if type(error) is UnknownTopic:
             visible = [name for name in error.choices if caller.grants.may("topic", name, "describe")]
             return error if len(visible) == len(error.choices) else UnknownTopic(error.topic, visible)

@@ -91,6 +91,10 @@ PAGE: Final = 1_000
 class Names(Protocol):
     """Tells names by ids. The calls may read the log and the registry, so they block."""
 
+    def once(self) -> Names:
+        """The same names for one call of a client, who may name thousands of ids that nothing has: the topics of the
+        log are listed at most once for all of them."""
+
     def topic(self, id: str) -> str | None:
         """The name of the topic with this id; None if there is none, or not any more."""
 

@@ -10,6 +10,7 @@ from pxrs.group.readables import is_topic_id
 from pxrs.model import Topic
 from pxrs.queue.records import DELETED
 from pxrs.registry.values import Entry
+from pxrs.server.auth.keys import Names
 
 NAMES_MAX: Final = 100_000
 """How many names of each kind are remembered."""
@@ -26,9 +27,17 @@ class HubNames:
         self._topics: dict[str, str] = {}
         self._queues: dict[str, str] = {}
 
-    def topic(self, id: str) -> str | None:
+    def once(self) -> Names:
+        """The same for one call of a client: see `Names.once`."""
+        return _Once(self)
+
+    def known_topic(self, id: str) -> str | None:
+        """As `topic`, without a look into the log."""
         with self._lock:
-            known = self._topics.get(id)
+            return self._topics.get(id)
+
+    def topic(self, id: str) -> str | None:
+        known = self.known_topic(id)
         if known is not None or not is_topic_id(id):  # the id of a table: the topics need not be listed
             return known
         found = {topic.id: topic.name for topic in self._list_topics()}
@@ -51,3 +60,23 @@ class HubNames:
                 self._queues.clear()
             self._queues[id] = name
         return name
+
+
+class _Once:
+    """The names of a hub, for one call: its topics are listed at most once."""
+
+    def __init__(self, names: HubNames) -> None:
+        self._names, self._is_listed = names, False
+
+    def once(self) -> Names:
+        return self
+
+    def topic(self, id: str) -> str | None:
+        if self._is_listed:
+            return self._names.known_topic(id)
+        found = self._names.topic(id)
+        self._is_listed = found is None and is_topic_id(id)
+        return found
+
+    def queue(self, id: str) -> str | None:
+        return self._names.queue(id)
