@@ -405,6 +405,35 @@ def test_r2_a_watch_that_the_server_refuses_for_long_is_woken_now_and_then(
         assert 3 <= wakes <= 20
 
 
+def test_w6_renewals_do_not_wait_for_many_watches_that_are_armed_again(peer: Peer) -> None:
+    """A server reads no further request while too many have no answer."""
+    registry, control = open_registry(peer)
+    with registry:
+        count = 2 * arming.ASKED_MAX + 3
+        for number in range(count):
+            watching = aside(lambda number=number: registry.watch(f"{number}/"))
+            control.answer(control.next())
+            watching.result()
+        control.cut()
+        control = peer.control()
+        asked = [control.next() for _ in range(arming.ASKED_MAX)]
+        leasing = aside(lambda: registry.lease(60.0))
+        request = control.next()
+        assert request["call"] == "registry.lease", "it waits for watches"
+        control.answer(request, id="l", secret="s", ttl=60.0, left_s=60.0)
+        leasing.result().abandon()
+        while len(asked) < count:
+            control.answer(asked[len(asked) - arming.ASKED_MAX])
+            asked.append(control.next())
+        assert len({each["number"] for each in asked}) == count
+        for each in asked[-arming.ASKED_MAX :]:
+            control.answer(each)
+        ending = aside(registry.close)
+        while (data := control.next_data()) is not None:
+            control.answer(wire.loads(data.app_metadata))
+        ending.result()
+
+
 def test_a_watch_is_not_asked_for_twice_on_one_stream(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number is in use on the server once it is confirmed: asked for again, it would be refused for ever."""
     monkeypatch.setattr(arming, "AGAIN_S", 0.3)

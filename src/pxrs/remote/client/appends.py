@@ -117,8 +117,9 @@ class PutStream:
         except StopIteration:
             text = f"{self.channel.target}: the server has ended the stream"
         except (ValueError, flight.MalformedMessage) as error:
-            text = f"{self.channel.target}: an answer cannot be read: {error}"
-        # The call has ended, or is cancelled by `end`: what gRPC takes from now on is not sent.
+            # The call has not ended, so gRPC may take and send a batch at this moment.
+            raise Unanswered(f"{self.channel.target}: an answer cannot be read: {error}", was_sent=True) from error
+        # The call has ended: what gRPC takes from now on is not sent.
         raise Unanswered(text, was_sent=self._taken > before)
 
     def end(self) -> None:

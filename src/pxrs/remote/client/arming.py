@@ -2,7 +2,8 @@
 
 The server forgets them with the stream. So when a stream begins, every one is asked for again, and is woken once the
 server has confirmed it: what has changed between is seen by whoever looks after that wake, and what changes later
-causes an event.
+causes an event. Only ASKED_MAX of them are asked for at a time: a server reads no more than a bounded number of
+requests that it has not answered, and must always read the next renewal of a lease (W6).
 
 | state of one | becomes | when |
 |---|---|---|
@@ -29,6 +30,8 @@ from pxrs.waiting import Callback, call_all
 
 _logger = logging.getLogger(__name__)
 
+ASKED_MAX: Final = 32
+"""How many are asked for at a time. With `connection.CALLS_MAX` it must leave room for renewals."""
 AGAIN_S: Final = 1.0
 """After how long one that the server has refused is asked for again."""
 LOOK_S: Final = 5.0
@@ -63,6 +66,10 @@ class Arms:
         self._numbers = itertools.count(1)
         self._all: dict[int, Armed] = {}
         self._stream: ControlStream | None = None
+        self._asked: set[int] = set()
+        """The numbers of those that the server of this stream has not answered yet."""
+        self._queued: dict[int, Armed] = {}
+        """Those that are to be asked for on this stream after others are answered, in order."""
         self._timer: threading.Timer | None = None
 
     def add(self, call: str, undo: str, arguments: Mapping[str, Any], wake: Callback) -> Armed:
@@ -99,6 +106,8 @@ class Arms:
         """A stream has begun: ask for all of them on it."""
         with self._lock:
             self._stream = stream
+            self._asked.clear()
+            self._queued.clear()
             everything = list(self._all.values())
         for armed in everything:
             self._ask(armed, stream)
@@ -123,19 +132,35 @@ class Arms:
                 return
             if armed.stream is stream and (armed.is_asked or not is_again):
                 return
+            if len(self._asked) >= ASKED_MAX:
+                self._queued[armed.number] = armed
+                return
+            self._asked.add(armed.number)
             armed.stream, armed.is_asked = stream, True
         try:
             stream.send(armed.call, armed.arguments, lambda answer: self._take_answer(armed, stream, answer))
         except Unanswered:
             return  # the stream has ended: `take_stream` is called with the next one
 
+    def _ask_next(self, stream: ControlStream) -> None:
+        with self._lock:
+            if stream is not self._stream or not self._queued or len(self._asked) >= ASKED_MAX:
+                return
+            armed = self._queued.pop(next(iter(self._queued)))
+        self._ask(armed, stream, is_again=True)
+
     def _take_answer(self, armed: Armed, stream: ControlStream, answer: Answer) -> None:
         if isinstance(answer, Unanswered):
             return  # as above
+        self._settle(armed, stream, answer)
+        self._ask_next(stream)
+
+    def _settle(self, armed: Armed, stream: ControlStream, answer: dict[str, Any] | Exception) -> None:
         is_woken = False
         with self._lock:
             if armed.stream is not stream:
                 return  # it was asked for again on the next stream
+            self._asked.discard(armed.number)
             armed.is_asked = False
             is_there = armed.number in self._all
             if not isinstance(answer, Exception):
