@@ -3,8 +3,9 @@
     python spark_query.py MASTER URL FOLDER ROWS_MAX LEASE_TTL
 
 The address of the registry is in the environment variable CHAOS_REGISTRY, if it is not in the hub's directory: an
-address may have a password, and other users see the arguments of a process. The driver ends in good order when its
-standard input does, so it is not left behind by a test that died.
+address may have a password, and other users see the arguments of a process. CHAOS_EVENTS names a folder for Spark's
+event log, if there is to be one. The driver ends in good order when its standard input does, so it is not left behind
+by a test that died.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def run(master: str, url: str, folder: str, rows_max: str, lease_ttl: str) -> No
         "spark.executor.extraJavaOptions": java,
         "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     }
+    if "CHAOS_EVENTS" in os.environ:
+        config |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": os.environ["CHAOS_EVENTS"]}
     spark = session("chaos", master, config)
     hub = {"url": url, **({"registry": os.environ["CHAOS_REGISTRY"]} if "CHAOS_REGISTRY" in os.environ else {})}
     options = {**hub, "topic": "in", "group": "g", "maxRowsPerTrigger": rows_max, "leaseTtl": lease_ttl}

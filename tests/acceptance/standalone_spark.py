@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -72,8 +73,14 @@ class SparkWorker(_Daemon):
         )
 
     def executors(self) -> list[psutil.Process]:
-        """Its executors and their Python processes."""
-        return self._processes()[1:]
+        """Its executors and their Python processes that live. The script that starts the worker may leave a dead
+        child, which the worker does not wait for."""
+        found = []
+        for process in self._processes()[1:]:
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
 
 def environment(home: Path, folder: Path) -> dict[str, str]:

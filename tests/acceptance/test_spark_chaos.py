@@ -2,6 +2,8 @@
 
 `make test` kills an executor and a driver once each, with the registry that the seed chooses; SEED= chooses it again.
 `make soak` kills more often, on every registry, and has a standalone master and worker too.
+
+A second test has the hub behind a server, which is killed too, and executors that never open the hub's directory.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import pytest
 
 import pxrs
 from pxrs.errors import UnknownGroup
+from pxrs.server.auth import tokens
 from pxrs.spark.home import link_home
-from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
+from pxrs.testing.servers import EtcdServer, HubServer, PostgresServer, ZooKeeperServer
 from pxrs.testing.transfer import rows_of, transfer
 from tests.acceptance.standalone_spark import SparkMaster, SparkWorker, environment
 
 QUERY = Path(__file__).with_name("spark_query.py")
+AUDIT = Path(__file__).with_name("executor_audit")
+"""The folder of a `sitecustomize` that notes what a Python process opens."""
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 REGISTRIES = ("file", "sqlite", "postgresql", "etcd", "zookeeper")
 LOCAL_CLUSTER = "local-cluster[2,1,512]"
@@ -36,6 +41,8 @@ BATCH_ROWS = 200
 MESSAGES_MIN = 3000 if SOAK else 800
 LEASE_TTL_S = 6.0
 """Long enough for a machine with much else to do: a query whose lease expires during a batch ends, as it should."""
+SERVED_LEASE_TTL_S = 20.0
+"""Long enough for a server that is killed and started again: its clients cannot renew meanwhile."""
 PATIENCE_S = 180.0
 """For one thing to happen: a driver's start takes most of it where the machine has much else to do."""
 STRIDE_S_MAX = 2.0
@@ -48,9 +55,9 @@ class Driver:
     """A driver, its Java, its executors and their workers: the processes of one session, which the driver leads. The
     executors of a standalone cluster are not among them."""
 
-    def __init__(self, master: str, url: str, folder: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, master: str, url: str, folder: Path, variables: Mapping[str, str], lease_ttl: float) -> None:
         self.errors = folder / f"driver-{time.time_ns()}.log"
-        command = [sys.executable, str(QUERY), master, url, str(folder), str(BATCH_ROWS), str(LEASE_TTL_S)]
+        command = [sys.executable, str(QUERY), master, url, str(folder), str(BATCH_ROWS), str(lease_ttl)]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,
@@ -97,16 +104,34 @@ def running(processes: Iterable[psutil.Process], name: str) -> list[psutil.Proce
     return found
 
 
+def commands_of(processes: Iterable[psutil.Process]) -> list[str]:
+    """What these processes run, of those that still live."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            found.append(" ".join(process.cmdline())[-200:])
+    return found
+
+
 class Chaos(ExitStack):
-    def __init__(self, folder: Path, registry: str = "file", master: str = LOCAL_CLUSTER) -> None:
+    def __init__(
+        self, folder: Path, registry: str = "file", master: str = LOCAL_CLUSTER, *, is_served: bool = False
+    ) -> None:
         """registry: one of REGISTRIES, of which "file" is in the hub's directory; "any" for one that the seed chooses.
-        master: as Spark has it; "standalone" for a cluster that is started here."""
+        master: as Spark has it; "standalone" for a cluster that is started here.
+        is_served: drivers and executors reach the hub through a server; the executors' Python processes note what they
+                   open below its directory."""
         super().__init__()
         self.seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
         self.random = random.Random(self.seed)
         self.registry = self.random.choice(REGISTRIES) if registry == "any" else registry
         self.folder, self.master = folder, master
         self.variables = environment(folder / "spark", folder / "local")
+        self.is_served = is_served
+        self.server: HubServer | None = None
+        self.audit = folder / "audit"
+        self.token: str | None = None
+        """The drivers' token, if the hub is behind a server."""
         self.worker: SparkWorker | None = None
         self.drivers: list[Driver] = []
         self.kills: list[str] = []
@@ -127,15 +152,42 @@ class Chaos(ExitStack):
         assert link_home(home)  # the daemons write their files into the folder of the test
         if self.master == "standalone":
             spark = self.enter_context(SparkMaster(home, self.variables))
-            self.worker = self.enter_context(SparkWorker(spark, home, self.variables))
+            self.worker = self.enter_context(SparkWorker(spark, home, self.variables | self.audited()))
             self.master = spark.url
         address = self._start_registry()
-        if address is not None:
+        if self.is_served:
+            allow = ["topic:in=read", "topic:out=write", "group:g=member"]
+            _, self.token = tokens.create(str(self.folder / "tokens"), "drivers", allow, now=time.time())
+            (self.folder / "events").mkdir()
+            self.variables["CHAOS_EVENTS"] = str(self.folder / "events")
+            flags = ["--auth", str(self.folder / "tokens")]
+            self.server = self.enter_context(HubServer(self.folder / "data", address, flags=flags))
+        elif address is not None:
             self.variables["CHAOS_REGISTRY"] = address
         self.hub = self.enter_context(pxrs.open(self.folder / "data", registry=address))
         self.source = self.hub.create_topic("in", partitions=4)
         self.target = self.hub.create_topic("out", partitions=3)
         self.producer = self.hub.producer("in")
+
+    def audited(self) -> dict[str, str]:
+        """What makes the Python processes of executors note what they open below the hub's directory."""
+        if not self.is_served:
+            return {}
+        path = os.pathsep.join(filter(None, [str(AUDIT), os.environ.get("PYTHONPATH")]))
+        forbidden = str(self.folder / "data")
+        return {"PYTHONPATH": path, "EXECUTOR_AUDIT": str(self.audit), "EXECUTOR_AUDIT_FORBIDDEN": forbidden}
+
+    def opened(self) -> list[str]:
+        """What Python processes have noted that they opened there; at least one must have started."""
+        lines = self.audit.read_text().splitlines()
+        started = [line for line in lines if line.split(" ")[1] == "start"]
+        assert started
+        return [line for line in lines if line not in started]
+
+    def files_with(self, *secrets: str) -> list[Path]:
+        """The files that any process of Spark has left, and that hold one of these texts: logs, events, checkpoints."""
+        data = [path for path in self.folder.rglob("*") if path.is_file() and "local" not in path.parts]
+        return [path for path in data if any(secret.encode() in path.read_bytes() for secret in secrets)]
 
     def _start_registry(self) -> str | None:
         """Its address; None if it is in the hub's directory."""
@@ -155,7 +207,9 @@ class Chaos(ExitStack):
         return self.drivers[-1]
 
     def start(self) -> None:
-        self.drivers.append(Driver(self.master, self.hub.url, self.folder, self.variables))
+        url, lease_ttl = (self.hub.url, LEASE_TTL_S) if self.server is None else (self.server.url, SERVED_LEASE_TTL_S)
+        variables = {**self.variables, "PXRS_TOKEN": self.token} if self.token else self.variables
+        self.drivers.append(Driver(self.master, url, self.folder, variables, lease_ttl))
         self.callback(self.driver.close)
 
     def arrived(self) -> int:
@@ -199,14 +253,19 @@ class Chaos(ExitStack):
             self.go_on(self.random.uniform(0, STRIDE_S_MAX))
         else:
             self.go_on(self.random.uniform(0, START_S_MAX))
-        if not (victims := self._victims(kind)):
+        if kind == "server":
+            assert self.server is not None
+            self.server.kill()
+            self.server.start()
+        elif victims := self._victims(kind):
+            for victim in victims:
+                with suppress(psutil.Error):
+                    victim.kill()
+        else:
             return self.kill(kind, True)  # it came before there was one
-        for victim in victims:
-            with suppress(psutil.Error):
-                victim.kill()
         self.kills.append(kind)
         self.note(f"killed {kind}{'' if waits else ', perhaps at its start'}")
-        if kind != "executor":
+        if kind in DRIVERS_DEATHS:
             # The next one comes at once: what is left of the last one may still be at work.
             self.start()
         return None
@@ -238,8 +297,10 @@ class Chaos(ExitStack):
         stdin.close()
         assert self.driver.process.wait(PATIENCE_S) == 0, self.tell("the last driver")
         until = time.monotonic() + PATIENCE_S
-        while any(driver.processes() for driver in self.drivers) or (self.worker and self.worker.executors()):
-            assert time.monotonic() < until, self.tell("processes are left behind")
+        while left := [each for driver in self.drivers for each in driver.processes()] + (
+            [] if self.worker is None else self.worker.executors()
+        ):
+            assert time.monotonic() < until, self.tell(f"processes are left behind: {commands_of(left)}")
             time.sleep(0.05)
 
     def check(self) -> None:
@@ -291,3 +352,20 @@ def test_s3_kills_of_executors_and_drivers_leave_every_message_once(
 def test_s3_twelve_kills_of_the_driver_with_a_standalone_cluster_leave_every_message_once(tmp_path: Path) -> None:
     with Chaos(tmp_path, master="standalone") as chaos:
         run(chaos, kills_of(chaos, executors=4, drivers=12))
+
+
+def test_s3_k5_executors_that_never_open_the_hubs_directory_with_a_driver_and_the_server_killed(tmp_path: Path) -> None:
+    """The executors have neither the hub's directory nor its registry, nor the driver's token: they fetch and stage
+    through the server, each batch with a token of its own."""
+    with Chaos(tmp_path, master="standalone", is_served=True) as chaos:
+        kills = ["server", "driver"] * (5 if SOAK else 1)
+        chaos.random.shuffle(kills)
+        run(chaos, kills)
+        assert chaos.opened() == [], chaos.tell("executors opened files of the hub")
+        assert list((tmp_path / "events").iterdir())
+        assert chaos.token is not None
+        assert chaos.files_with(chaos.token, "pxrsc_") == [], "a token is in a log or in an event of Spark"
+        # The same hook, in a process that does read the directory.
+        look = f"import pxrs; pxrs.open({chaos.hub.url!r}).topic('in').to_arrow()"
+        subprocess.run([sys.executable, "-c", look], env=chaos.variables | chaos.audited(), check=True)
+        assert chaos.opened()

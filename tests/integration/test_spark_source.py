@@ -27,6 +27,7 @@ import pxrs
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import SharedState
 from pxrs.hub import Hub
+from pxrs.server.serving import serving
 from pxrs.spark import HubAddress, Pipeline, pipeline
 from pxrs.spark.run import Run
 from pxrs.testing.transfer import Row, transfer
@@ -282,6 +283,30 @@ def test_s2_s3_a_stream_copies_once_and_its_lag_is_seen_outside(spark: Any, hub:
     with pytest.raises(pyspark.errors.StreamingQueryException, match="an old checkpoint location was restored"):
         writes(frame, hub, tmp_path / "checkpoint")
     assert values(hub, "out") == list(range(2 * N + 10))
+    assert [name for _, _, files in os.walk(tmp_path / "hub" / "staging") for name in files] == []
+
+
+def test_s2_s3_k5_a_hub_behind_a_server_is_read_and_written_exactly(spark: Any, hub: Hub, tmp_path: Path) -> None:
+    """With local tasks, which could open the directory too; `tests/acceptance/test_spark_server.py` proves that tasks
+    need not."""
+    hub.create_topic("more", partitions=2)
+    with serving(hub) as url:
+        frame = spark.read.format("pxrs").options(url=url, topic="in", minPartitions="8").load()
+        assert sorted(int(row.value) for row in frame.collect()) == list(range(N))
+        rows = frame.selectExpr("key", "value", "IF(partition < 2, 'out', 'more') AS topic")
+        rows.write.format("pxrs").options(url=url).mode("append").save()
+        out, more = values(hub, "out"), values(hub, "more")
+        assert sorted(out + more) == list(range(N))
+
+        options = {"url": url, "subscribe": "in,more", "group": "g", "maxRowsPerTrigger": "1000"}
+        stream = spark.readStream.format("pxrs").options(**options).load().select("key", "value")
+        writer = stream.writeStream.format("pxrs").options(url=url, topic="out")
+        query = writer.option("checkpointLocation", str(tmp_path / "c")).trigger(availableNow=True).start()
+        query.awaitTermination()
+        assert values(hub, "out") == sorted([*out, *range(N), *more])
+        assert hub.group("g").describe().lag == 0
+        with pxrs.open(url) as remote:
+            assert remote.group("g").describe().lag == 0
     assert [name for _, _, files in os.walk(tmp_path / "hub" / "staging") for name in files] == []
 
 

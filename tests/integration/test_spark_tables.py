@@ -42,7 +42,7 @@ from pyspark.sql.types import BinaryType, StructType
 from pxrs.publishing.planning import IdRange
 from pxrs.sources.sql_table import SqlTable
 from pxrs.sources.sql_table.table import Table
-from pxrs.spark import pipeline, reader, tasks
+from pxrs.spark import pipeline, place, reader
 from pxrs.spark.columns import BATCH_ROWS, row_schema
 from pxrs.spark.options import read_options, stream_options
 from pxrs.spark.reader import BatchReader, StreamReader
@@ -334,7 +334,7 @@ def test_k5_a_task_on_another_machine_says_so(shop: Shop, monkeypatch: pytest.Mo
     shop.fill(10)
     shop.register()
     parts = shop.plan()
-    monkeypatch.setattr(tasks, "boot_id", lambda: "elsewhere")
+    monkeypatch.setattr(place, "boot_id", lambda: "elsewhere")
     with pytest.raises(WrongMachine, match="another machine"):
         read(parts)
 

@@ -15,7 +15,6 @@ import pytest
 
 import pxrs
 from pxrs import clock
-from pxrs.clock import boot_id
 from pxrs.errors import (
     BatchRefused,
     CheckpointOutOfRange,
@@ -40,12 +39,15 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import BinaryType, StructType
 
 from pxrs.publishing.planning import Range
-from pxrs.spark import reader
+from pxrs.server.serving import serving
+from pxrs.spark import place, reader
 from pxrs.spark.columns import BATCH_ROWS
 from pxrs.spark.options import read_options, stream_options
+from pxrs.spark.place import HubPlace
 from pxrs.spark.reader import BatchReader, StreamReader
 from pxrs.spark.source import PxrsSource
 from pxrs.spark.tasks import Slice, read_slice
+from pxrs.testing.proxy import Proxy
 
 
 @pytest.fixture
@@ -158,7 +160,7 @@ def test_k5_a_task_on_another_machine_says_so(hub: Hub, monkeypatch: pytest.Monk
     send_old(hub, monkeypatch)
     (part,) = slices(hub)
     with pytest.raises(WrongMachine, match="another machine"):
-        list(read_slice(replace(part, machine="elsewhere")))
+        list(read_slice(replace(part, place=replace(part.place, machine="elsewhere"))))
 
 
 def test_g7_a_topic_that_was_made_again_is_not_read_for_the_old_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +236,76 @@ def test_a_task_reads_hardly_more_of_the_log_than_its_range(
     assert sum(seen) <= most
 
 
+# A hub behind a server: tasks fetch their ranges from it.
+
+
+@pytest.fixture
+def server(hub: Hub) -> Iterator[str]:
+    with serving(hub) as url:
+        yield url
+    place.let_go()
+
+
+def fetched(url: str, **options: str) -> list[Slice]:
+    return BatchReader(read_options({"url": url, "topic": "t", **options})).partitions()
+
+
+def test_k5_tasks_on_any_machine_fetch_exactly_what_local_tasks_map(
+    hub: Hub, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_old(hub, monkeypatch)
+    with hub.producer("t", linger_s=0) as out:
+        for number in range(50):
+            out.send(b"v%d" % number, key=b"k", headers=[("h", b"1")]).result()
+    for options in ({}, {"minPartitions": "7"}, {"columns": "headers,offset", "includeHeaders": "true"}):
+        local, remote = slices(hub, **options), fetched(server, **options)
+        assert [part.ranges for part in local] == [part.ranges for part in remote]
+        assert all(part.place.machine is None for part in remote)
+        remote = pickle.loads(pickle.dumps(remote))
+        tables = [
+            pa.Table.from_batches(batch for part in parts for batch in read_slice(part)) for parts in (local, remote)
+        ]
+        assert tables[0].num_rows == 6050
+        assert tables[1].equals(tables[0])
+    cut = replace(remote[0], ranges=(Range(0, 5990, 6010), Range(0, 17, 18)))
+    assert offsets([cut]) == [*range(5990, 6010), 17]
+
+
+def test_s6_g7_a_range_that_a_server_does_not_have_is_an_error_and_never_other_rows(
+    hub: Hub, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_old(hub, monkeypatch)
+    strict, lenient = fetched(server), fetched(server, failOnDataLoss="false")
+    with pytest.raises(OffsetOutOfRange):
+        offsets([replace(strict[0], ranges=(Range(0, 5990, 6010),))])
+    first = hub.topic("t").log.retain(int((time.time() + 64_800) * 1e6))[0]
+    with pytest.raises(DataLost) as caught:
+        offsets(strict)
+    assert (caught.value.place, caught.value.start, caught.value.end) == ("t/0", 0, first)
+    assert offsets(lenient) == list(range(first, 6000))
+    hub.delete_topic("t")
+    with pytest.raises(TopicDeleted, match="'t' was deleted; create it"):
+        offsets(strict)
+    hub.create_topic("t", partitions=1)
+    with hub.producer("t") as out:
+        out.send_batch(pa.table({"value": [b"other"] * 6000})).result()
+    with pytest.raises(TopicDeleted, match=r"'t' was deleted and made again.* Start the read again"):
+        offsets(strict)
+
+
+def test_a_range_goes_on_where_it_was_after_the_connection_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub.producer("t", batch_rows=100) as out:
+        out.send_batch(pa.table({"value": [bytes(20_000)] * 3000})).result()  # sixty megabytes: more than is read ahead
+    with serving(hub) as url, Proxy("127.0.0.1", int(url.rpartition(":")[2])) as proxy:
+        (part,) = fetched(f"pxrs://{proxy.host}:{proxy.port}")
+        read = read_slice(part)
+        found = next(read).column("offset").to_pylist()
+        proxy.reset_connections()
+        found += [offset for batch in read for offset in batch.column("offset").to_pylist()]
+        assert found == list(range(3000))
+        place.let_go()
+
+
 # What tasks are given of the options. Spark pickles it in the driver's processes.
 
 SECRET = "a-password"
@@ -262,7 +334,7 @@ def test_no_password_goes_to_tasks_that_read(hub: Hub, monkeypatch: pytest.Monke
         function, _ = CloudPickleSerializer().loads(sent)
         source, task = function()
         assert source.name() == "pxrs"
-        part = Slice(hub.url, "t", hub.topic("t").id, boot_id(), (Range(0, 0, 3),), ("value",), True)
+        part = Slice(HubPlace.of(hub.url), "t", hub.topic("t").id, (Range(0, 0, 3),), ("value",), True)
         assert sum(batch.num_rows for batch in task.read(part)) == 3
     parts = BatchReader(read_options(given)).partitions()
     assert SECRET.encode() not in pickle.dumps(parts)

@@ -304,6 +304,7 @@ def test_without_pyspark_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         (["--conf", "x"], 2, "write KEY=VALUE"),
         (["--at", "nowhere"], 1, "there is no directory nowhere"),
         (["--at", "memory:"], 1, "share a hub in a directory"),
+        (["--at", "pxrs://127.0.0.1:1"], 2, "--checkpoints DIR"),
         (["nope"], 2, "no pipeline nope; there are one"),
         ([], 2, "pxrs topic create b --at"),
     ],

@@ -6,9 +6,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import queue
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,13 @@ from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
 from pxrs.registry import Registry
 from pxrs.remote import flight, wire
+from pxrs.remote.client import appends as appends_module
 from pxrs.remote.client import arming, connection
 from pxrs.remote.client import log as log_module
+from pxrs.remote.client.registry import RemoteRegistry
+from pxrs.remote.client.topic import RemoteTopic
 from pxrs.testing.log_fixtures import new_topic, records
+from pxrs.testing.proxy import Proxy
 from pxrs.testing.waiting import aside, eventually
 from tests.unit.remote_peer import Peer, Stream
 
@@ -75,6 +81,15 @@ def stop(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pxrs.remote.client.link")
     peer.stop()
     eventually(lambda: "connecting again" in caplog.text)
+
+
+def say_goodbye(registry: Registry, control: Stream) -> None:
+    """Say goodbye, and wait until the client has noticed it."""
+    assert isinstance(registry, RemoteRegistry)
+    link = registry._connection._link
+    control.say(goodbye={"reason": "a test"})
+    control.say(goodbye={"reason": "said twice"})
+    eventually(lambda: link._stream is None)
 
 
 def append(partition: int = 0, sequence: int = 0) -> Append:
@@ -189,6 +204,53 @@ def test_after_a_goodbye_calls_are_finished_and_later_ones_use_the_next_stream(p
         assert watch.wait(20)
 
 
+def test_after_a_goodbye_nothing_waits_for_the_calls_that_are_under_way(peer: Peer) -> None:
+    """A slow commit on a server that stops must not keep a lease from being renewed by the next server."""
+    registry, control = open_registry(peer)
+    with registry:
+        committing = aside(lambda: registry.commit(put={"a": b"1"}))
+        request = control.next()
+        say_goodbye(registry, control)
+        leasing = aside(lambda: registry.lease(5.0))
+        following = peer.control()
+        following.answer(following.next(), id="l", secret="s", ttl=5.0, left_s=5.0)
+        leasing.result().abandon()
+        assert not committing.done()
+        control.answer(request, versions={"a": 5})
+        assert committing.result() == {"a": 5}
+        ending = aside(registry.close)
+        following.answer(following.next())
+        ending.result()
+
+
+def test_closing_ends_a_call_that_is_under_way_after_a_goodbye(peer: Peer) -> None:
+    registry, control = open_registry(peer)
+    committing = aside(lambda: registry.commit(put={"a": b"1"}))
+    control.next()
+    say_goodbye(registry, control)
+    reading = aside(lambda: registry.get("a"))
+    following = peer.control()
+    following.answer(following.next(), entry=None)
+    assert reading.result() is None
+    registry.close()
+    assert isinstance(committing.exception(), OutcomeUnknown)
+
+
+def test_a_message_that_cannot_be_handled_ends_its_stream_and_not_the_client(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, control = open_registry(peer)
+    assert isinstance(registry, RemoteRegistry)
+    with registry:
+        monkeypatch.setattr(registry._connection._link._begun, "_on_event", lambda _: {}["a defect"])
+        reading = aside(lambda: registry.get("a"))
+        control.next()
+        control.say(event=1)
+        following = peer.control()
+        following.answer(following.next(), entry=None)
+        assert reading.result() is None
+
+
 def test_calls_that_wait_are_bounded_and_a_renewal_does_not_wait_for_them(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +311,29 @@ def test_a_renewal_that_is_not_answered_makes_the_connection_anew(peer: Peer) ->
         ending.result()
 
 
+def test_a_renewal_that_cannot_be_sent_makes_the_connection_anew_with_the_next_server(peer: Peer) -> None:
+    """A long request fills a connection that is cut without a message, and gRPC sends nothing after it."""
+    with Peer() as other, Proxy("127.0.0.1", peer.port) as proxy:
+        opening = aside(lambda: registries.open(f"pxrs://127.0.0.1:{proxy.port},127.0.0.1:{other.port}"))
+        control = peer.control()
+        with opening.result() as registry:
+            leasing = aside(lambda: registry.lease(3.0))
+            control.answer(control.next(), id="l", secret="s", ttl=3.0, left_s=3.0)
+            lease = leasing.result()
+            proxy.stall()
+            commits = [aside(lambda: registry.commit(put={"a": bytes(700_000)})) for _ in range(3)]
+            next_control = other.control()
+            request = eventually(lambda: (found := next_control.next())["call"] == "registry.renew" and found)
+            next_control.answer(request, left_s=3.0)
+            assert lease.alive
+            for commit in commits:
+                assert isinstance(commit.exception(), OutcomeUnknown | RegistryUnavailable)
+            lease.abandon()
+            ending = aside(lease.close)
+            next_control.answer(eventually(lambda: (found := next_control.next())["call"] == "registry.end" and found))
+            ending.result()
+
+
 # Watches and subscriptions.
 
 
@@ -299,6 +384,46 @@ def test_r2_a_watch_that_cannot_be_armed_again_is_woken_and_asked_for_until_it_i
         assert watch.wait(20)
 
 
+def test_r2_a_watch_that_the_server_refuses_for_long_is_woken_now_and_then(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next server may have no room for it: whoever waits must not sleep for ever, although nothing tells of a
+    change."""
+    monkeypatch.setattr(arming, "AGAIN_S", 0.02)
+    monkeypatch.setattr(arming, "LOOK_S", 0.1)
+    registry, control = open_registry(peer)
+    with registry:
+        watching = aside(lambda: registry.watch("a/"))
+        control.answer(control.next())
+        watch = watching.result()
+        control.cut()
+        control = peer.control()
+        wakes = 0
+        for _ in range(40):
+            control.say(id=control.next()["id"], error={"code": "remote.busy", "message": "full"})
+            wakes += watch.wait(0)
+        assert 3 <= wakes <= 20
+
+
+def test_a_watch_is_not_asked_for_twice_on_one_stream(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is in use on the server once it is confirmed: asked for again, it would be refused for ever."""
+    monkeypatch.setattr(arming, "AGAIN_S", 0.3)
+    registry, control = open_registry(peer)
+    with registry:
+        watching = aside(lambda: registry.watch("a/"))
+        control.answer(control.next())
+        watch = watching.result()
+        control.cut()
+        control = peer.control()
+        error = {"code": "registry.unavailable", "bases": ["registry"], "message": "not now"}
+        control.say(id=control.next()["id"], error=error)
+        assert watch.wait(20)
+        control.cut()  # before it is asked for again
+        control = peer.control()
+        assert control.next()["call"] == "registry.watch"
+        assert control.is_quiet(1.0), "it was asked for again before the answer"
+
+
 def test_a_watch_that_the_server_refuses_raises(peer: Peer) -> None:
     registry, control = open_registry(peer)
     with registry:
@@ -335,6 +460,46 @@ def test_readers_that_wait_one_after_the_other_share_a_subscription(peer: Peer) 
     assert (ended["call"], ended["number"]) == ("topic.unsubscribe", request["number"]), "nobody waits for it"
     assert not called.is_set()
     log.close()
+
+
+def test_a_subscription_that_the_server_refuses_ends_with_its_last_reader(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a topic that was deleted while the connection was cut, say: it must not be asked for, for ever."""
+    monkeypatch.setattr(arming, "AGAIN_S", 0.05)
+    log, topic, control = open_topic(peer)
+    woken = threading.Event()
+    subscribing = aside(lambda: topic.subscribe([0], woken.set))
+    control.answer(control.next())
+    subscription = subscribing.result()
+    control.cut()
+    control = peer.control()
+    error = wire.error_to_dict(TopicDeleted("orders", TOPIC.id, is_made_again=False))
+    control.say(id=control.next()["id"], error=error)
+    assert woken.wait(20)
+    control.say(id=control.next()["id"], error=error)
+    subscription.close()
+    asked = []
+    with suppress(queue.Empty):
+        for _ in range(10):
+            asked.append(control.next(0.5))
+            control.say(id=asked[-1]["id"], error=error)
+    calls = [each["call"] for each in asked]
+    assert "topic.unsubscribe" in calls
+    assert calls.count("topic.subscribe") <= 1, "more than the one that was on its way"
+    log.close()
+
+
+def test_a_closed_log_asks_for_no_subscription(peer: Peer) -> None:
+    """Another log may share the connection, on which the subscription would stay."""
+    log, topic, control = open_topic(peer)
+    assert isinstance(topic, RemoteTopic)
+    subscriptions = topic._session.subscriptions
+    with closing(open_log(peer.url)):
+        log.close()
+        with pytest.raises(Closed):
+            subscriptions.add("orders", TOPIC.id, [0], print, 1.0)
+        assert control.is_quiet()
 
 
 # Topics.
@@ -478,6 +643,47 @@ def test_an_append_is_sent_as_one_and_answered_for_each_batch(peer: Peer) -> Non
     (outcome,) = again.result()
     assert isinstance(outcome, NotStored)
     assert wire.error_of(error).args == outcome.error.args
+    log.close()
+
+
+def test_many_batches_are_sent_as_several_appends_and_each_partition_in_one(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server bounds what one append may have, and a topic may have more partitions than that."""
+    monkeypatch.setattr(appends_module, "PART_BATCHES", 2)
+    log, topic, _ = open_topic(peer)
+    appending = aside(lambda: topic.append([append(0), append(1), append(0, 1), append(2), append(3)]))
+    put = peer.puts.get(timeout=20)
+    put.next_data()
+    first = [put.next(), put.next()]
+    assert [(each["partition"], each["sequence"], "more" in each) for each in first] == [(0, 0, True), (0, 1, False)]
+    put.put_result(offset=4)
+    put.put_result(offset=5)
+    second = [put.next(), put.next()]
+    assert [(each["partition"], "more" in each) for each in second] == [(1, True), (2, False)]
+    put.cut()
+    outcomes = appending.result()
+    assert [type(each) for each in outcomes] == [StoredAt, MaybeStored, StoredAt, MaybeStored, NotStored]
+    assert isinstance(outcomes[-1], NotStored)
+    assert isinstance(outcomes[-1].error, AppendFailed)
+    log.close()
+
+
+def test_w1_an_error_after_the_first_of_several_appends_hides_nothing_of_what_is_stored(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(appends_module, "PART_BATCHES", 1)
+    log, topic, _ = open_topic(peer)
+    appending = aside(lambda: topic.append([append(0), append(1), append(2)]))
+    put = peer.puts.get(timeout=20)
+    for _ in range(2):
+        put.next_data()
+    put.put_result(offset=4)
+    put.next_data()
+    put.cut(TopicDeleted("orders", TOPIC.id, is_made_again=False))
+    stored, *refused = appending.result()
+    assert stored == StoredAt(4)
+    assert [type(each.error) for each in refused if isinstance(each, NotStored)] == [TopicDeleted] * 2
     log.close()
 
 

@@ -274,3 +274,17 @@ def test_a_path_beside_the_url_is_no_place(tmp_path: Path) -> None:
         with pytest.raises(InvalidOption) as caught:
             options_of({**WHERE, "path": str(tmp_path)})
         assert caught.value.option == "path"
+
+
+def test_the_address_of_a_server_keeps_its_options_with_the_drivers_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"url": "pxrs://one:1,two:2?patience=30&token_file=token", "topic": "t"}
+    for where in (read_options(given).where, stream_options({**given, "group": "g"}).where, write_options(given)):
+        assert where.url == f"pxrs://one:1,two:2?patience=30&token_file={tmp_path}/token"
+        assert where.registry is None
+    with pytest.raises(InvalidOption, match=r"registry.*a server, which has its registry: leave it out"):
+        read_options({**given, "registry": "etcd://host"})
+    with pytest.raises(InvalidOption, match=r"behind a server, pxrs://HOST:PORT; memory: is neither"):
+        write_options({"url": "memory:", "topic": "t"})

@@ -59,7 +59,7 @@ class BatchRefused(SparkError):
 
 class WrongMachine(SparkError):
     """An executor runs on another machine than the driver, which does not have the hub's directory. Run executors and
-    driver on one machine."""
+    driver on one machine; or start `pxrs serve` for the hub, and give its address, `pxrs://HOST:PORT`, as `url`."""
 
     code = "spark.wrong-machine"
 

@@ -17,11 +17,11 @@ The reading side:
 The writing side:
 
     feed.py         which offsets a batch reads: passed from the source of a query to its sink
-    staging/        where tasks put rows until they are published: a contract, and its implementation in a directory
+    staging/        where tasks put rows until they are published: a contract, and its implementations
     refusals.py     errors of publishing, with advice
     records.py      the manifest in the registry, the states that it goes through, and what to do in each of them
     manifest.py     `Publisher`: commits a manifest together with the group's checkpoints, then appends the staged rows
-    appends.py      appends the staged rows of a batch to a topic, each once; forgetting.py: what deleted topics leave
+    forgetting.py   removes what deleted topics leave
     outage.py       repeats registry calls while the registry cannot be reached
 
 What it promises:

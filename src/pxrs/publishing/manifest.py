@@ -48,7 +48,6 @@ from pxrs.errors import (
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.contract import TopicLog
-from pxrs.publishing.appends import append_pieces
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.outage import UNREACHABLE, PatientCalls, ride_out
 from pxrs.publishing.planning import RESTART
@@ -427,8 +426,7 @@ class Publisher:
         log = self._log_of(part)
         try:
             if log is not None:
-                pieces = self._staging.pieces(log.topic, writer, batch, part.files)
-                append_pieces(log, writer, batch, pieces, part.ends)
+                self._staging.publish(log, writer, batch, part.files, part.ends)
                 return
         except (FileNotFoundError, TopicDeleted):
             if self._log_of(part) is not None:

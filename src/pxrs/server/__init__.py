@@ -7,10 +7,12 @@
 | `service` | maps the methods of Arrow Flight to the modules below; errors become gRPC statuses |
 | `health` | gRPC's health checking |
 | `control`, `waits` | one control stream: calls; watches and subscriptions |
+| `served` | what the server stands in front of |
 | `calls` | what each call does with the hub |
 | `given` | reads the JSON objects that clients send, and checks the arguments of calls |
 | `grants` | the leases that clients have named, for commits and renewals |
 | `reads`, `appends` | streams of batches out of the hub and into it |
+| `staging` | rows that tasks of Spark stage from other hosts, and the calls of their drivers |
 | `auth/` | who may do what: tokens, grants, the decision about each call |
 | `layout` | how large a compressed batch is once decompressed |
 | `budget` | bytes that may be held at a time |

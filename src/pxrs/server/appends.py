@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -30,11 +30,10 @@ from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
-from pxrs.server.calls import Served
-from pxrs.server.control import Send
 from pxrs.server.given import Given
 from pxrs.server.layout import Layout, read_layout
 from pxrs.server.pools import Pools, run, take_error
+from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
 
 ABOUT_BYTES_MAX: Final = 4096
@@ -173,20 +172,34 @@ class AppendStream:
         """Answer the appends of the stream until the client ends it. Raises PxrsError."""
         self._task = asyncio.current_task()
         messages = aiter(messages)
-        store = await self._begin(await self._next(messages))
+        await self._serve_begun(self._begin(await self._next(messages)), messages, send)
+
+    async def _serve_begun(self, given: Given, messages: AsyncIterator[bytes], send: Send) -> None:
+        """given: what the descriptor says. The stream appends to no other topic than the one that it names now, and if
+        that is deleted, the log refuses each append."""
+        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
+        store = functools.partial(_store, self._served, given, topic)
         group: list[Received] = []
-        taken = 0
+        taken = decoded = 0
         try:
             while (message := await self._next(messages, is_rest=bool(group))) is not None:
                 received = receive(message, self._limits.append_decoded_bytes_max)
-                size = len(message) + received.layout.decoded_bytes
-                # A stream that holds the beginning of an append must not wait for ever: all others may do the same.
-                taken += await self._budget.take(size, self._limits.append_rest_s if group else None)
                 group.append(received)
                 if len(group) > self._limits.append_batches_max:
                     raise InvalidRecord(
                         f"an append may have {self._limits.append_batches_max:,} batches; send fewer with `more`"
                     )
+                # The batches are decoded one after another.
+                size = len(message) + max(0, received.layout.decoded_bytes - decoded)
+                decoded = max(decoded, received.layout.decoded_bytes)
+                if len(group) > 1 and taken + size > self._limits.append_bytes_max:  # it would wait for itself
+                    raise InvalidRecord(
+                        f"an append may have {self._limits.append_bytes_max:,} bytes, decompressed ones counted; send "
+                        "fewer batches with `more`, or smaller ones"
+                    )
+                # A stream that holds the beginning of an append must not wait for ever: all others may do the same.
+                rest_s = self._limits.append_rest_s if len(group) > 1 else None
+                taken += await self._budget.take(size, rest_s)
                 if received.has_more:
                     continue
                 if self._budget.has_room(size):  # the next batch comes while this one is stored
@@ -194,7 +207,7 @@ class AppendStream:
                 outcomes = await run(self._pools.data, functools.partial(store, group))
                 # Before the answers are sent: a client that does not read them must not hold room.
                 self._budget.give_back(taken)
-                group, taken = [], 0
+                group, taken, decoded = [], 0, 0
                 for outcome in outcomes:
                     await send(encode_outcome(outcome))
             if group:
@@ -205,9 +218,8 @@ class AppendStream:
                 self._ahead.cancel()
                 self._ahead.add_done_callback(take_error)
 
-    async def _begin(self, message: bytes | None) -> Callable[[list[Received]], list[Outcome]]:
-        """Check the first message. Returns what stores an append in the topic that the message names: the stream
-        appends to no other topic, and if this one is deleted, the log refuses each append."""
+    def _begin(self, message: bytes | None) -> Given:
+        """Check the first message. Returns what its descriptor says."""
         first = flight.read_flight_data(message or b"")
         command = first.command or b""
         try:
@@ -217,9 +229,7 @@ class AppendStream:
         except (ValueError, RecursionError) as error:
             raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
         _check_schema(first)
-        given = Given("DoPut", about)
-        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
-        return functools.partial(_store, self._served, given, topic)
+        return Given("DoPut", about)
 
     async def _next(self, messages: AsyncIterator[bytes], *, is_rest: bool = False) -> bytes | None:
         """The next message; None if the client has ended the stream.

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from pxrs import __version__
-from pxrs.errors import InvalidArgument, PxrsError, TopicDeleted, UnknownTopic
-from pxrs.hub import Hub
-from pxrs.log.contract import TopicLog
+from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.registry.lease import Lease
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
-from pxrs.server.auth.gate import ANYONE, Caller, Gate
+from pxrs.server import staging
 from pxrs.server.given import Given
-from pxrs.server.grants import Grants, seconds_left
+from pxrs.server.grants import seconds_left
+from pxrs.server.pools import Pools
+from pxrs.server.served import Result, Served
 
+CAPABILITY_S_MAX: Final = 7 * 86_400
+"""How long a token for executors is valid at most."""
 SCAN_BYTES_MAX: Final = 1 << 20
 """How many bytes one answer to a scan has, or else one entry; the client asks for the rest."""
 SCAN_PAGE: Final = 1_000
@@ -29,42 +31,6 @@ SCAN_PAGE_FIRST: Final = 64
 SETTINGS_BYTES_MAX: Final = 16 << 10
 """How long the description of a new topic may be."""
 _TOPIC_ID: Final = re.compile("[0-9a-f]{32}")
-
-Result = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What the server stands in front of, for one caller."""
-
-    hub: Hub
-    grants: Grants
-    instance: str
-    """New with each start of the server."""
-    gate: Gate
-    caller: Caller = ANYONE
-
-    def check(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """Raise an error if the caller may not make this call with these arguments (W4). May block."""
-        self.gate.check(self.caller, call, arguments)
-
-    def permitted_topic(self, given: Given) -> TopicLog:
-        """The topic that the arguments name, if the caller may make the call."""
-        self.check(given.call, given.found)
-        return self.topic(given)
-
-    def topic(self, given: Given) -> TopicLog:
-        """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
-        name, wanted = given.text("topic"), given.text_or_none("topic_id")
-        try:
-            found = self.hub.topic(name).log
-        except UnknownTopic as error:
-            if wanted is None:
-                raise self.gate.shown(self.caller, error) from None
-            raise TopicDeleted(name, wanted, is_made_again=False) from None
-        if wanted is not None and found.id != wanted:
-            raise TopicDeleted(name, wanted, is_made_again=True)
-        return found
 
 
 def _ping(served: Served, given: Given, at: float) -> Result:
@@ -224,6 +190,23 @@ def _end(served: Served, given: Given, at: float) -> Result:
     return {}
 
 
+# Tokens for the executors of Spark.
+
+
+def _create_capability(served: Served, given: Given, at: float) -> Result:
+    secret, seconds = given.text_or_none("lease"), given.number("seconds")
+    if not 0 < seconds <= CAPABILITY_S_MAX:
+        raise InvalidArgument(f"{given.call}: seconds is not between 0 and {CAPABILITY_S_MAX}")
+    with contextlib.nullcontext() if secret is None else served.grants.using(secret) as lease:
+        found = served.gate.issue(served.caller, given.texts("read"), given.texts("stage"), seconds, lease)
+    return {"capability": None, "token": None} if found is None else {"capability": found[0], "token": found[1]}
+
+
+def _end_capability(served: Served, given: Given, at: float) -> Result:
+    served.gate.end(served.caller, given.text("capability"))
+    return {}
+
+
 Function = Callable[[Served, Given, float], Result]
 """Given the hub, the arguments, and when the request arrived on the registry's clock."""
 
@@ -250,11 +233,21 @@ CALLS: Final[dict[str, Function]] = {
     "registry.attach": _attach,
     "registry.renew": _renew,
     "registry.end": _end,
+    "capability.create": _create_capability,
+    "capability.end": _end_capability,
+    **staging.CALLS,
 }
 RENEWALS: Final = frozenset({"registry.renew"})
 """Calls that run on the pool of renewals."""
+LONG: Final = frozenset({"staging.publish"})
+"""Calls that run on the pool of staging, because they may take long."""
 WATCHING: Final = ("topic.subscribe", "topic.unsubscribe", "registry.watch", "registry.unwatch")
 """Calls that belong to a control stream: see `control`."""
+
+
+def pool_of(pools: Pools, name: str) -> ThreadPoolExecutor:
+    """The threads on which this call runs."""
+    return pools.renewals if name in RENEWALS else pools.staging if name in LONG else pools.calls
 
 
 def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float) -> Result:

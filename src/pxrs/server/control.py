@@ -29,7 +29,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from pxrs import __version__
@@ -37,15 +37,14 @@ from pxrs.errors import InvalidArgument, PxrsError, WireMismatch
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.budget import Budget
-from pxrs.server.calls import Served
 from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
+from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
 from pxrs.server.waits import Waits
 
 _logger = logging.getLogger(__name__)
 
-Send = Callable[[bytes], Awaitable[None]]
 ANSWER_BYTES: Final = 512 << 10
 """What the answer to a call is counted as while the call runs."""
 FAREWELL_S: Final = 0.5
@@ -164,6 +163,8 @@ class ControlStream:
                     "instance": self._served.instance,
                     "limits": {name: getattr(limits, name) for name in limits.__dataclass_fields__},
                     "calls_max": self._limits.calls_max,
+                    "append_batches_max": self._limits.append_batches_max,
+                    "append_bytes_max": self._limits.append_bytes_max,
                 }
             }
         )
@@ -218,7 +219,7 @@ class ControlStream:
                 self._changed.pop(given.whole("number"), None)
                 await self._waits.end(given)
                 return {}
-        pool = self._pools.renewals if name in calls.RENEWALS else self._pools.calls
+        pool = calls.pool_of(self._pools, name)
         return await run(pool, functools.partial(calls.call, self._served, name, found, arrived_at))
 
     # Events.

@@ -13,20 +13,22 @@ T = TypeVar("T")
 
 
 class Pools:
-    """`calls` for small calls, `data` for reads and appends, `renewals` for renewals of leases alone: a renewal must
-    not wait behind a slow commit (R6, W6). `releases` for what a client that is gone has left open. `tokens` for the
-    tokens file: a client whose token is revoked must not delay that by calls that block (W5)."""
+    """`calls` for small calls, `data` for reads and appends, `staging` for what Spark's tasks stage, which may be much
+    at a time, `renewals` for renewals of leases alone: a renewal must not wait behind a slow commit (R6, W6).
+    `releases` for what a client that is gone has left open. `tokens` for the tokens file: a client whose token is
+    revoked must not delay that by calls that block (W5)."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.calls = ThreadPoolExecutor(limits.threads, "pxrs-serve-call")
         self.data = ThreadPoolExecutor(limits.threads, "pxrs-serve-data")
+        self.staging = ThreadPoolExecutor(limits.staging_threads, "pxrs-serve-staging")
         self.renewals = ThreadPoolExecutor(limits.renewal_threads, "pxrs-serve-renewal")
         self.releases = ThreadPoolExecutor(1, "pxrs-serve-release")
         self.tokens = ThreadPoolExecutor(1, "pxrs-serve-tokens")
 
     def close(self) -> None:
         """Start nothing more, and wait for what runs: the hub may be closed afterwards."""
-        for pool in (self.calls, self.data, self.renewals, self.tokens):
+        for pool in (self.calls, self.data, self.staging, self.renewals, self.tokens):
             pool.shutdown(wait=True, cancel_futures=True)
         self.releases.shutdown(wait=True)  # nothing is left open: this pool finishes all that was given to it
 

@@ -23,10 +23,9 @@ from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import Fetched, TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
-from pxrs.server.calls import Served
-from pxrs.server.control import Send
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run, take_error
+from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
 
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
@@ -117,16 +116,19 @@ class ReadStream:
         """Send the messages that answer one ticket. Raises PxrsError."""
         self._task = asyncio.current_task()
         try:
-            topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
-            if "positions" in given.found:
-                await self._send_fetched(topic, given, send)
-            else:
-                await self._send_range(topic, given, send)
+            await self._answer(given, send)
         except asyncio.CancelledError:
             if self._why is None or self._task is None:
                 raise
             self._task.uncancel()
             raise self._why from None
+
+    async def _answer(self, given: Given, send: Send) -> None:
+        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
+        if "positions" in given.found:
+            await self._send_fetched(topic, given, send)
+        else:
+            await self._send_range(topic, given, send)
 
     async def _send_fetched(self, topic: TopicLog, given: Given, send: Send) -> None:
         fetched = await run(self._pools.data, functools.partial(_fetch, topic, self._limits, given))

@@ -42,15 +42,15 @@ from pxrs.errors import (
 from pxrs.log.batch import SCHEMA
 from pxrs.remote import flight, wire
 from pxrs.server import calls
-from pxrs.server.appends import AppendStream
 from pxrs.server.auth.gate import Caller, unauthenticated
 from pxrs.server.budget import Budget
-from pxrs.server.calls import Served
 from pxrs.server.control import ControlStream
 from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
 from pxrs.server.reads import ReadStream, Room
+from pxrs.server.served import Served
 from pxrs.server.settings import ServerLimits
+from pxrs.server.staging import PutStream, StagedReadStream, is_staged
 
 _logger = logging.getLogger(__name__)
 
@@ -145,11 +145,12 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _do_get(self, served: Served, request: bytes, context: Any) -> None:
         given = Given("DoGet", self._json(flight.read_ticket(request), "the ticket"))
-        stream = ReadStream(served, self._pools, self._limits, self.reading)
+        kind = StagedReadStream if is_staged(given.found) else ReadStream
+        stream = kind(served, self._pools, self._limits, self.reading)
         await self._serve(stream, served, stream.serve(given, context.write))
 
     async def _do_put(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
-        stream = AppendStream(served, self._pools, self._limits, self.appending)
+        stream = PutStream(served, self._pools, self._limits, self.appending)
         await self._serve(stream, served, stream.serve(messages, context.write))
 
     async def _do_exchange(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
@@ -169,7 +170,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         if name in calls.WATCHING:
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
         arguments = self._json(body or b"{}", "the body")
-        pool = self._pools.renewals if name in calls.RENEWALS else self._pools.calls
+        pool = calls.pool_of(self._pools, name)
         found = await run(pool, functools.partial(calls.call, served, name, arguments, arrived_at))
         await context.write(flight.result(wire.dumps(found)))
 
@@ -209,7 +210,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     raise Closed("the server is stopping: connect again")
                 if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
-                served = self._by(context)
+                served = await self._by(context)
                 with self._counted(served.caller):
                     await method(served, messages, context)
             except (PxrsError, flight.MalformedMessage) as error:
@@ -240,9 +241,11 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             if not self._open_by_token[token]:
                 del self._open_by_token[token]
 
-    def _by(self, context: Any) -> Served:
+    async def _by(self, context: Any) -> Served:
         """The hub for the caller. Raises Unauthenticated."""
-        caller = self._served.gate.identify(dict(context.invocation_metadata() or ()), context.auth_context())
+        gate, metadata = self._served.gate, dict(context.invocation_metadata() or ())
+        identify = functools.partial(gate.identify, metadata, context.auth_context())
+        caller = await run(self._pools.calls, identify) if gate.may_block(metadata) else identify()
         return replace(self._served, caller=caller)
 
 

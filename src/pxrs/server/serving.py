@@ -22,14 +22,16 @@ from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
 from pxrs.remote import wire
 from pxrs.server.auth.gate import Gate
+from pxrs.server.auth.issuing import Issuer
 from pxrs.server.auth.names import HubNames
-from pxrs.server.calls import Served
 from pxrs.server.grants import Grants
 from pxrs.server.health import Health
 from pxrs.server.pools import Pools
 from pxrs.server.reads import ReadStream
+from pxrs.server.served import Served
 from pxrs.server.service import Service, Stream
 from pxrs.server.settings import ServerLimits
+from pxrs.server.staging import staging_of
 
 _logger = logging.getLogger(__name__)
 
@@ -64,8 +66,9 @@ class Server:
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
         self.pools = Pools(settings.limits)
-        gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get))
-        served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex, gate)
+        gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get), issuer=Issuer(lambda: hub.registry))
+        grants = Grants(hub.registry, settings.limits.leases_max)
+        served = Served(hub, grants, uuid.uuid4().hex, gate, staging_of(hub))
         self.grants = served.grants
         self.service = Service(served, self.pools, settings.limits)
         self._health = Health()

@@ -49,7 +49,9 @@ class ServerLimits:
     clients that have taken nothing for `read_stalled_s` lose their streams."""
     read_stalled_s: float = 10.0
     threads: int = 16
-    """How many calls of the hub run at a time, for each of the pools but that of renewals."""
+    """How many calls of the hub run at a time, for each of the pools but those of staging and renewals."""
+    staging_threads: int = 4
+    """How many batches of Spark are staged or published at a time."""
     renewal_threads: int = 8
     """How many renewals of leases run at a time."""
     drain_s: float = 10.0

@@ -16,9 +16,9 @@ from typing import Final
 
 from pxrs.errors import InvalidArgument, ServerBusy
 from pxrs.registry.watch import Watch
-from pxrs.server.calls import Served
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
+from pxrs.server.served import Served
 from pxrs.server.settings import ServerLimits
 from pxrs.waiting import Subscription
 

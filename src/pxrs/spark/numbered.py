@@ -21,6 +21,7 @@ from pxrs.spark.writer import (
     DriversWriter,
     StagedMessage,
     Stager,
+    end_tokens_of,
     publish_batch,
     refuse_overwrite,
     refused_commit,
@@ -67,7 +68,11 @@ class NumberedWriter(DriversWriter, NumberedTask):
         self.options = options
 
     def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
-        return NumberedTask, (self.stager, self.app, self.version)
+        return NumberedTask, (self.stager.for_tasks(self.options), self.app, self.version)
 
     def commit(self, messages: Sequence[StagedMessage | None]) -> None:
         publish_batch(self.options, self.stager.topic, messages, self.version)
+        end_tokens_of(self.options, messages)
+
+    def abort(self, messages: Sequence[StagedMessage | None]) -> None:
+        end_tokens_of(self.options, messages)

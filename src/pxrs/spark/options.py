@@ -16,6 +16,7 @@ from pxrs.publishing.selection import FROM_START, TO_END, Boundary, Topics
 from pxrs.registry.address import Address, parse
 from pxrs.spark.given import COLUMNS, Given
 from pxrs.spark.option_names import BATCH, STREAM, WRITE, WRITE_STREAM
+from pxrs.spark.place import SERVER, absolute
 
 TRIGGER_DELAY_S: Final = 15 * 60.0
 """How long a stream waits at most for `minOffsetsPerTrigger` rows, unless maxTriggerDelay is given."""
@@ -26,6 +27,7 @@ class ReadFrom:
     """The topics of a hub that are read. Paths in the addresses are absolute."""
 
     url: str
+    """The hub's directory, or the address of its server."""
     registry: str | None = field(repr=False)
     topics: Topics
 
@@ -149,12 +151,18 @@ def _read_from(given: Given) -> ReadFrom:
 
 def _hub(given: Given) -> tuple[str, str | None]:
     """The addresses of the hub and of its registry."""
-    address = _parsed("url", given.required("url", "give the hub's directory"))
+    address = _parsed("url", given.required("url", "give the hub's directory, or pxrs://HOST:PORT"))
+    registry = given.text("registry")
+    if address.scheme == SERVER:
+        if registry is not None:
+            raise InvalidOption("registry", f"{address.text} is a server, which has its registry: leave it out")
+        return absolute(address), None
     if address.scheme != "file":
         raise InvalidOption(
-            "url", f"{address.text}: Spark's processes share a hub in a directory; {address.scheme}: is none"
+            "url",
+            f"{address.text}: Spark's processes share a hub in a directory or behind a server, pxrs://HOST:PORT; "
+            f"{address.scheme}: is neither",
         )
-    registry = given.text("registry")
     return _directory("url", address), None if registry is None else _resolved(registry)
 
 

@@ -16,8 +16,8 @@ from pxrs.publishing.forgetting import forget_deleted_topics
 from pxrs.publishing.manifest import PATIENCE_S, Find, Publisher
 from pxrs.publishing.outage import UNREACHABLE, ride_out
 from pxrs.publishing.records import Part
-from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.spark.options import WriteOptions
+from pxrs.spark.place import staging_at
 from pxrs.topics import TopicHandle
 
 _logger = logging.getLogger(__name__)
@@ -149,8 +149,10 @@ def _first_publisher(hub: Hub, options: WriteOptions, topic: TopicLog | None) ->
     one is recorded: a process with another registry would take the staged files of a batch for abandoned ones, and
     remove them."""
     home = hub.join_registry()
-    staging = DirectoryStaging(options.url)
+    staging = staging_at(options.url)
     publisher = Publisher(hub.registry, topic, staging, _finder(hub), "" if home is None else home.hub)
+    if hub.log.is_kept_by_server:  # the server's own upkeep does the rest
+        return publisher
     try:
         damaged = hub.damaged_topics()
         topics = {each.id for each in hub.topics()} | {each.id for each in damaged if each.id is not None}

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter
@@ -20,19 +21,21 @@ from pyspark.sql.streaming.datasource import (
 )
 
 import pxrs
-from pxrs.clock import boot_id
 from pxrs.errors import CheckpointOutOfRange, InvalidOption, UnknownTopic
 from pxrs.group.records import Checkpoint, Keys, partition_of
+from pxrs.group.timings import LEASE_TTL_DEFAULT
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.offsets import OffsetForm
 from pxrs.publishing.planning import Delay, Range, gather, split
 from pxrs.publishing.selection import boundary_offsets
+from pxrs.registry.lease import Lease
 from pxrs.spark.filters import ALL, ANY, Wanted, wanted_by
 from pxrs.spark.following import Followed
 from pxrs.spark.names import find_source, topics_to_read, topics_to_stream
 from pxrs.spark.options import ReadFrom, ReadOptions, WriteOptions
+from pxrs.spark.place import TOKEN_S, HubPlace, is_server
 from pxrs.spark.table import TableSlice, table_slices
 from pxrs.spark.tasks import Slice, Slices, TaskReader, checked_start
 
@@ -67,7 +70,8 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
             options.starting.check_topics(names)
             options.ending.check_topics(names)
             found = [(topic, self._ranges(hub, topic)) for topic in logs]
-            return _slices(options, found, wanted=self._wanted)
+            place = HubPlace.to_read(options.where.url, {topic.id for topic in logs})
+            return _slices(options, place, found, wanted=self._wanted)
 
     def _ranges(self, hub: Hub, topic: TopicLog) -> list[Range]:
         """The ranges of offsets that are read of a topic."""
@@ -78,8 +82,9 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
         else:
             starts = boundary_offsets(topic, options.starting, numbers)
         ends = boundary_offsets(topic, options.ending, numbers)
+        fails, bounds = options.fails_on_loss, topic.bounds(numbers)
         ranges = [
-            Range(number, checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
+            Range(number, checked_start(topic.name, number, starts[number], bounds[number].start, fails), ends[number])
             for number in numbers
         ]
         ranges = [each for each in ranges if each.start < each.end]
@@ -112,6 +117,10 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self._hub: Hub | None = None
         self._followed: Followed | None = None
         self._delay = None if options.rows_min is None else Delay(options.rows_min, options.trigger_delay_s)
+        self._lease: Lease | None = None
+        """With which the tokens of tasks end, if the hub is behind a server."""
+        self._issued: tuple[float, frozenset[str], HubPlace] | None = None
+        """When the tasks' token was made, for which topics, and where they find the hub."""
 
     def initialOffset(self) -> dict[str, Any]:
         """An offset without spans: nothing is read yet. The group's checkpoints say where the query begins; the member
@@ -178,7 +187,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         # A batch of which nothing may be read has a task too, because a task has to store the feed for the sink.
         topics = [part for part in query.source.parts if isinstance(part, TopicLog) and part.id in ranges]
         found = [(topic, ranges[topic.id] or [Range(0, 0, 0)]) for topic in topics]
-        slices = _slices(self._options, found, feeds)
+        slices = _slices(self._options, self._place(ranges), found, feeds)
         if self._options.partitions_min is not None:
             return list(slices)
         tasks = gather(slices, _TASK_ROWS_MIN)
@@ -187,6 +196,20 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
         return TaskReader, ()
 
+    def _place(self, topics: Collection[str]) -> HubPlace:
+        """Where the tasks of a batch find the hub. topics: the ids of those that they read."""
+        hub, now = self._hub, time.monotonic()
+        assert hub is not None
+        url, issued, lease = self._options.where.url, self._issued, self._lease
+        if not is_server(url):
+            return HubPlace.of(url)
+        if lease is None or not lease.alive:
+            lease = self._lease = hub.registry.lease(self._options.lease_ttl or LEASE_TTL_DEFAULT)
+            issued = None
+        if issued is None or now > issued[0] + TOKEN_S / 4 or not issued[1].issuperset(topics):
+            issued = self._issued = now, frozenset(topics), HubPlace.to_read(url, topics, lease.secret)
+        return issued[2]
+
     def commit(self, end: dict[str, Any]) -> None:
         followed = self._joined()
         followed.query.finish(followed.load(end))
@@ -194,9 +217,12 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     def stop(self) -> None:
         followed, hub = self._followed, self._hub
         self._followed = self._hub = None
+        lease, self._lease, self._issued = self._lease, None, None
         try:
             if followed is not None:
                 followed.query.close()
+            if lease is not None:
+                lease.end()
         finally:
             if hub is not None:
                 hub.close()
@@ -254,12 +280,13 @@ def _narrowed(topic: TopicLog, ranges: Sequence[Range], wanted: Wanted) -> list[
 
 def _slices(
     options: ReadOptions,
+    place: HubPlace,
     found: Sequence[tuple[TopicLog, Sequence[Range]]],
     feeds: Mapping[str, Feed] | None = None,
     wanted: Wanted = ALL,
 ) -> list[Slice]:
     """The tasks that read these ranges of topics. A task reads one topic. feeds: of a stream, by topic id."""
-    url, machine, least, times = options.where.url, boot_id(), options.partitions_min, wanted.task_times
+    least, times = options.partitions_min, wanted.task_times
     if least is None:
         rows_min = _TASK_ROWS_MIN if wanted == ALL else _FILTERED_TASK_ROWS_MIN
         tasks = [(topic, part) for topic, ranges in found for part in gather(ranges, rows_min)]
@@ -269,10 +296,9 @@ def _slices(
         tasks = [(topic, [each]) for topic, parts in zip(owners, pieces, strict=True) for each in parts]
     return [
         Slice(
-            url,
+            place,
             topic.name,
             topic.id,
-            machine,
             tuple(part),
             options.columns,
             options.fails_on_loss,

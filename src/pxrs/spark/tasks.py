@@ -1,7 +1,8 @@
 """Reading a topic in Spark's tasks, which run on executors.
 
-A task maps the log's files and yields the stored record batches nearly as they are. Everything that it needs is in its
-`Slice`: it runs in another process than the reader that planned it, and perhaps long after that reader is gone.
+A task maps the log's files, or fetches its ranges from the server of the hub, and yields the stored record batches
+nearly as they are. Everything that it needs is in its `Slice`: it runs in another process than the reader that planned
+it, and perhaps long after that reader is gone.
 """
 
 from __future__ import annotations
@@ -9,30 +10,31 @@ from __future__ import annotations
 import array
 import functools
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import InputPartition
 
-from pxrs.clock import boot_id
-from pxrs.errors import DataLost, HubMoved, OffsetOutOfRange, OffsetTrimmed, TopicDeleted, UnknownTopic, WrongMachine
+from pxrs.errors import DataLost, HubMoved, OffsetOutOfRange, OffsetTrimmed, TopicDeleted, UnknownTopic
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import REPLACED, Range
-from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
 from pxrs.spark.filters import Times
 from pxrs.spark.given import TOPIC
+from pxrs.spark.place import HubPlace, check_machine
 from pxrs.spark.table import TableSlice, read_table
+
+if TYPE_CHECKING:
+    from pxrs.remote.client.connection import Connection
 
 _logger = logging.getLogger(__name__)
 
@@ -49,11 +51,9 @@ class Slice(InputPartition):  # type: ignore[misc]
     needed to read them. It does not hold the address of the registry: tasks do not need it, and it may hold a
     password."""
 
-    url: str
+    place: HubPlace
     topic: str
     topic_id: str
-    machine: str
-    """Boot id of the driver's machine: the hub's directory is only there (K5)."""
     ranges: tuple[Range, ...]
     columns: tuple[str, ...]
     fails_on_loss: bool
@@ -81,22 +81,17 @@ class TaskReader:
     """The part of a reader that is sent to tasks: everything else is in their `Slice` or `TableSlice`."""
 
     def read(self, partition: Slice | Slices | TableSlice) -> Iterator[pa.RecordBatch]:
+        if isinstance(partition, Slice):
+            partition.place.load()
+        elif isinstance(partition, Slices):
+            partition.slices[0].place.load()
         freeze_imports()
         if isinstance(partition, Slices):
             return _read_slices(partition.slices)
         if isinstance(partition, TableSlice):
-            check_machine(partition.machine, "reading a table there is not supported")
+            check_machine(partition.machine, "reading a table there is not supported: read it on the driver's machine")
             return read_table(partition)
         return read_slice(partition)
-
-
-def check_machine(machine: str, why: str = "the hub's directory is not there") -> None:
-    """Raise WrongMachine in a task on another machine than the driver's (K5)."""
-    if boot_id() != machine:
-        raise WrongMachine(
-            f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: {why}. Run the "
-            "executors on the driver's machine"
-        )
 
 
 def run_of(context: TaskContext) -> str:
@@ -122,9 +117,9 @@ def _read_slices(parts: Sequence[Slice]) -> Iterator[pa.RecordBatch]:
 
 
 def _begin(part: Slice) -> None:
-    check_machine(part.machine)
+    part.place.check()
     if part.feed is not None:
-        _announce(part.url, part.feed)
+        _announce(part.place, part.feed)
 
 
 def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
@@ -132,55 +127,55 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     if not isinstance(part, Slice):  # if there is nothing to read, Spark makes an input of its own
         return
     _begin(part)
-    stored = [name for name in part.columns if name in SCHEMA.names]
     try:
-        topic = _topic_of(part)
-        for each in part.ranges:
-            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss, part.times)):
-                yield from _rows(batch, part.topic, each.partition, part.columns)
+        for number, batches in _fetched(part) if part.place.is_served else _mapped(part):
+            for batch in _gathered(_wanted(batches, part)):
+                yield from _rows(batch, part.topic, number, part.columns)
     except HubMoved:
         _forget_topics()  # the next attempt of the task opens the topic again
         raise
     except UnknownTopic as error:
-        if isinstance(error, TopicDeleted) and error.advice:
+        if isinstance(error, TopicDeleted) and (error.advice or part.place.is_served):
             raise
         _forget_topics()  # the cached handle belongs to a deleted topic; a new topic may have the same name
         _topic_of(part)
         raise
 
 
-def checked_start(topic: TopicLog, number: int, start: int, fails: bool, first: int | None = None) -> int:
-    """The offset at which reading can begin. Raises DataLost if that is behind `start` and `fails` is set (S6).
-
-    first: the first offset that is there, if the caller knows it."""
-    first = topic.start(number) if first is None else first
+def checked_start(topic: str, number: int, start: int, first: int, fails: bool) -> int:
+    """The offset at which reading can begin: `start`, or `first`, the first offset that is there. Raises DataLost if
+    that is behind `start` and `fails` is set (S6)."""
     if start >= first:
         return start
-    lost = DataLost(f"{topic.name}/{number}", start, first)
+    lost = DataLost(f"{topic}/{number}", start, first)
     if fails:
         raise lost
     _logger.warning("%s", lost)
     return first
 
 
-def _announce(url: str, feed: Feed) -> None:
+def _announce(place: HubPlace, feed: Feed) -> None:
     context = TaskContext.get()
     query = context.getLocalProperty("sql.streaming.queryId") if context else None
     batch = context.getLocalProperty("streaming.sql.batchId") if context else None
     if query is not None and batch is not None:
-        DirectoryStaging(url).announce(query, int(batch), run_of(context), feed)
+        place.staging().announce(query, int(batch), run_of(context), feed)
 
 
 def _topic_of(part: Slice) -> TopicLog:
     """The topic for which the read was planned. Raises UnknownTopic; TopicDeleted if another topic has its name now."""
-    topic = _topic(part.url, part.topic)
+    topic = _topic(part.place.url, part.topic)
     if topic.id != part.topic_id:
         _forget_topics()
-        topic = _topic(part.url, part.topic)
+        topic = _topic(part.place.url, part.topic)
         if topic.id != part.topic_id:
-            advice = REPLACED if part.feed is not None else "Start the read again"
-            raise TopicDeleted(part.topic, part.topic_id, is_made_again=True, advice=advice)
+            raise _made_again(part)
     return topic
+
+
+def _made_again(part: Slice) -> TopicDeleted:
+    advice = REPLACED if part.feed is not None else "Start the read again"
+    return TopicDeleted(part.topic, part.topic_id, is_made_again=True, advice=advice)
 
 
 @functools.lru_cache(maxsize=1_000)
@@ -199,29 +194,63 @@ def _forget_topics() -> None:
     _log.cache_clear()
 
 
-def _batches(
-    topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool, times: Times | None
-) -> Iterator[Batch]:
+def _wanted(batches: Iterable[Batch], part: Slice) -> Iterator[Batch]:
+    """The batches that have rows of the times that the query needs, with the stored columns that it needs."""
+    columns = [name for name in part.columns if name in SCHEMA.names]
+    for batch in batches:
+        if batch.records.num_rows and (part.times is None or part.times.may_be_in(batch.records)):
+            yield batch._replace(records=batch.records.select(columns))
+
+
+def _mapped(part: Slice) -> Iterator[tuple[int, Iterator[Batch]]]:
+    """The batches of each range, by partition, from the files of the log."""
+    topic = _topic_of(part)
+    for each in part.ranges:
+        yield each.partition, _batches(topic, each, part.fails_on_loss)
+
+
+def _batches(topic: TopicLog, part: Range, fails_on_loss: bool) -> Iterator[Batch]:
     number, offset, end = part
     read_bytes = 1  # the first stored batch, whose size tells how much more to read: no more than the range needs
     while offset < end:
         try:
             batches = topic.read(number, offset, read_bytes)
         except OffsetTrimmed as error:
-            offset = checked_start(topic, number, offset, fails_on_loss, min(error.first_offset, end))
+            offset = checked_start(topic.name, number, offset, min(error.first_offset, end), fails_on_loss)
             continue
         if not batches:
             raise OffsetOutOfRange(f"{topic.name}/{number}", end, offset)
         for batch in batches:
             batch = batch.within(offset, end)
-            if batch.records.num_rows and (times is None or times.may_be_in(batch.records)):
-                yield batch._replace(records=batch.records.select(columns))
+            yield batch
             offset = batch.next_offset
             if offset >= end:
                 break
         last = batches[-1].records
         row_bytes = last.nbytes / last.num_rows if last.num_rows else _READ_BYTES
         read_bytes = max(1, min(_READ_BYTES, int((end - offset) * row_bytes)))
+
+
+def _fetched(part: Slice) -> Iterator[tuple[int, Iterator[Batch]]]:
+    """The batches of each range, by partition, from the server of the hub: one stream for each range."""
+    with part.place.connected() as connection:
+        for each in part.ranges:
+            yield each.partition, _streamed(connection, part, each)
+
+
+def _streamed(connection: Connection, part: Slice, each: Range) -> Iterator[Batch]:
+    from pxrs.remote.client.transfers import read_range
+
+    number, offset, end = each
+    while offset < end:
+        try:
+            for batch in read_range(connection, part.topic, part.topic_id, number, offset, end):
+                yield batch
+                offset = batch.next_offset
+        except OffsetTrimmed as error:
+            offset = checked_start(part.topic, number, offset, min(error.first_offset, end), part.fails_on_loss)
+        except TopicDeleted as error:
+            raise (_made_again(part) if error.is_made_again else error) from None
 
 
 def _gathered(batches: Iterator[Batch]) -> Iterator[Batch]:

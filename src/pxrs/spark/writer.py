@@ -21,24 +21,22 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 import pxrs
-from pxrs.clock import boot_id
 from pxrs.errors import BatchRefused, InvalidOption, RegistryReplaced
-from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.contract import Log
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import JOB
 from pxrs.publishing.outage import UNREACHABLE, with_advice
 from pxrs.publishing.records import Part
-from pxrs.publishing.staging.contract import TaskStaging
-from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
 from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import WriteOptions
+from pxrs.spark.place import HubPlace, end_tokens, staging_at
 from pxrs.spark.publishers import Publishers, made_again
 from pxrs.spark.sink_columns import check_columns
-from pxrs.spark.tasks import check_machine, run_of
+from pxrs.spark.tasks import run_of
 
 _LOCATIONS: Final = "spark.sql.streaming.checkpointLocation"
 
@@ -61,6 +59,8 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
     """The id of this start of the query (`run_of`)."""
     locations: str | None = None
     """The session's folder for the checkpoint locations of queries that were started without one."""
+    capability: str | None = None
+    """The id of the token that the task has had, if the hub is behind a server."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,15 @@ class Stager:
     """What a task needs to stage rows. Spark sends this object to every executor, so it does not contain the address of
     the registry, which may contain a password."""
 
-    staging: TaskStaging
-    url: str
-    """The hub's directory."""
+    place: HubPlace
     topic: Topic | None
     """None: the rows name their topics."""
-    machine: str
     ignored: tuple[str, ...]
     """Columns that are not written."""
 
     @classmethod
     def of(cls, options: WriteOptions, schema: StructType) -> Stager:
         ignored = check_columns(schema, options.topic)
-        staging = DirectoryStaging(options.url)
         with pxrs.open(options.url, registry=options.registry) as hub:
             topic = None
             # Checked in the driver, so that one error is raised and not one for each task.
@@ -88,28 +84,35 @@ class Stager:
                 handle = topic_to_write(hub, options.topic)
                 handle.log.check_writable()
                 topic = handle.topic
-            staging.check_writable()
-        return cls(staging, options.url, topic, boot_id(), ignored)
+            staging_at(options.url).check_writable()
+        return cls(HubPlace.of(options.url), topic, ignored)
+
+    def for_tasks(self, options: WriteOptions) -> Stager:
+        """The same for tasks, with a token if the hub is behind a server."""
+        topics = None if self.topic is None else [self.topic.id]
+        return replace(self, place=self.place.to_stage(options.url, topics))
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
-        check_machine(self.machine)
+        self.place.check()
+        self.place.load()
+        staging = self.place.staging()
         freeze_imports()
         context = TaskContext.get()
         task = context.partitionId()
         if self.ignored:
             rows = (table.drop_columns(list(self.ignored)) for table in rows)
         if self.topic is not None:
-            found = [(self.topic, self.staging.stage(self.topic, query, batch, task, rows))]
+            found = [(self.topic, staging.stage(self.topic, query, batch, task, rows))]
         else:
-            with contextlib.closing(DirectoryLog(Path(self.url))) as log:
-                found = self.staging.stage_routed(
+            with self.place.log() as log:
+                found = staging.stage_routed(
                     by_column(lambda name: _topic_to_stage(log, name)), routed_writer(query), batch, task, rows
                 )
         files = tuple(StagedFile(topic.name, topic.id, each.name) for topic, each in found if each.name is not None)
-        return StagedMessage(query, files, run_of(context))
+        return StagedMessage(query, files, run_of(context), capability=self.place.capability)
 
 
-def _topic_to_stage(log: DirectoryLog, name: str) -> Topic:
+def _topic_to_stage(log: Log, name: str) -> Topic:
     """The topic that a row names. Raises UnknownTopic."""
     found = log.topic(name)
     found.check_writable()
@@ -163,12 +166,16 @@ class BatchWriter(DriversWriter, BatchTask):
         self.options = options
 
     def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
-        return BatchTask, (self.stager, self.job)
+        return BatchTask, (self.stager.for_tasks(self.options), self.job)
 
     def commit(self, messages: Sequence[StagedMessage | None]) -> None:
         with contextlib.closing(Publishers()) as publishers:  # the job has one batch: nothing is kept open
             publishers.publish(self.options, self.stager.topic, self.job, 0, _parts(messages))
             publishers.forget_job(self.options, self.job)
+        end_tokens_of(self.options, messages)
+
+    def abort(self, messages: Sequence[StagedMessage | None]) -> None:
+        end_tokens_of(self.options, messages)
 
 
 class StreamTask(DataSourceStreamArrowWriter):  # type: ignore[misc]
@@ -199,10 +206,19 @@ class StreamWriter(StreamTask):
         self.options, self._checkpoints = options, checkpoints
 
     def __reduce__(self) -> tuple[type[object], tuple[object, ...]]:
-        return StreamTask, (self.stager,)
+        return StreamTask, (self.stager.for_tasks(self.options),)
 
     def commit(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
         publish_batch(self.options, self.stager.topic, messages, batchId, self._checkpoints)
+        end_tokens_of(self.options, messages)
+
+    def abort(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
+        end_tokens_of(self.options, messages)
+
+
+def end_tokens_of(options: WriteOptions, messages: Sequence[StagedMessage | None]) -> None:
+    """End the tokens that the tasks of a batch have had: no task of it runs any more."""
+    end_tokens(options.url, (message.capability for message in messages if message is not None))
 
 
 def publish_batch(
@@ -223,7 +239,7 @@ def publish_batch(
     ((query, run),) = queries
     # A write with `txnAppId` moves no checkpoints: a batch may make several such writes, and its feeds can move the
     # checkpoints only once.
-    feeds = DirectoryStaging(options.url).feeds(query, batch, run) if options.app is None else []
+    feeds = staging_at(options.url).feeds(query, batch, run) if options.app is None else []
     location = find_location(query, checkpoints, reported[0].locations)
     _refuse_shared_state(feeds, location)
     planned = "" if location is None else hash_of_plan(location, batch)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pxrs.publishing import appends, outage
+from pxrs.publishing import outage
+from pxrs.publishing.staging import appends
 from tests.integration.publishing.driver import Place, Places
 
 

@@ -34,11 +34,11 @@ from pxrs.errors import (
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.contract import Append
 from pxrs.log.outcomes import NotStored, Outcome
-from pxrs.publishing.appends import producer_of
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span, Spans
 from pxrs.publishing.records import Manifest
+from pxrs.publishing.staging.appends import producer_of
 from pxrs.publishing.staging.contract import Staging
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import ABSENT

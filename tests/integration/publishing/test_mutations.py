@@ -13,10 +13,10 @@ from pxrs.errors import (
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
-from pxrs.publishing import appends
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.records import Manifest, query_of
+from pxrs.publishing.staging import appends
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import ABSENT
 from tests.integration.publishing.driver import (

@@ -17,9 +17,9 @@ from pxrs.errors import BatchRefused, UnknownProducer
 from pxrs.log.contract import Append
 from pxrs.log.outcomes import NotStored, Outcome, StoredAt
 from pxrs.log.producers import BATCHES_KEPT
-from pxrs.publishing.appends import append_pieces
 from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.records import Manifest
+from pxrs.publishing.staging.appends import append_pieces
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.publishing.staging.frames import FORMAT, Piece
 from tests.integration.publishing.driver import QUERY, Driver, Place, table_of
@@ -101,7 +101,7 @@ class TornLog:
 def test_k1_a_part_of_an_append_may_be_stored_that_has_more_pieces_than_a_partition_remembers(
     place: Place, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pxrs.publishing.appends._TOGETHER_MAX", 64)
+    monkeypatch.setattr("pxrs.publishing.staging.appends._TOGETHER_MAX", 64)
     driver = Driver(place)
     tables = [table_of([(b"k%d" % number, b"%d" % number)]) for number in range(12)]
     pieces: list[Piece] = []

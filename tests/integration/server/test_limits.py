@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+import pxrs
 from pxrs.errors import InvalidArgument, InvalidRecord, LeaseExpired, ServerBusy
 from pxrs.hub import Hub
 from pxrs.server.given import ITEMS_MAX, Given
@@ -260,6 +261,32 @@ def test_an_append_has_a_bounded_number_of_batches(start: Start) -> None:
         with pytest.raises(grpc.RpcError) as failed:
             put.outcome()
         assert "3 batches" in str(error_of(failed.value))
+
+
+def test_an_append_that_has_more_bytes_than_there_is_room_is_refused_at_once(start: Start) -> None:
+    """It would wait for the room that it holds itself."""
+    running = start(append_bytes_max=250_000)
+    running.hub.create_topic("t", partitions=1)
+    data = records(100, 1_000).serialize()
+    with connect(running.address) as channel, Put(channel, "t") as put:
+        for _ in range(3):
+            put.send(data, more=True)
+        with pytest.raises(grpc.RpcError) as failed:
+            put.outcome()
+        assert "250,000 bytes" in str(error_of(failed.value))
+    until(lambda: running.ask(lambda server: server.service.appending.held) == 0)
+
+
+@pytest.mark.parametrize("limits", [{"append_batches_max": 10}, {"append_bytes_max": 1 << 20, "append_rest_s": 1.0}])
+def test_a_producer_keeps_to_the_bounds_of_an_append(start: Start, limits: dict[str, Any]) -> None:
+    running = start(**limits)
+    running.hub.create_topic("t", partitions=25)
+    with pxrs.open(f"pxrs://{running.address}") as hub, hub.producer("t") as producer:
+        for partition in range(25):
+            producer.send(bytes(100_000), partition=partition)
+        producer.flush()
+    log = running.hub.topic("t").log
+    assert [bounds.end for bounds in log.bounds(range(25)).values()] == [1] * 25
 
 
 # Reads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +60,9 @@ def grants_of(column: str, key: str = "") -> list[str]:
 
 
 def arguments_of(call: str) -> dict[str, object]:
-    return {"settings": {"name": "orders"}} if call == "log.create_topic" else {"topic": "orders", "topic_id": ORDERS}
+    if call == "log.create_topic":
+        return {"settings": {"name": "orders"}}
+    return {"topic": "orders", "topic_id": ORDERS, "feed": json.dumps({"topic": ORDERS})}
 
 
 def others(grant: str) -> list[str]:

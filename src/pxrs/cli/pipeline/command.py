@@ -26,6 +26,7 @@ from pxrs.cli.terminal import echo, error_text, is_terminal, tell_error
 from pxrs.errors import InvalidPipeline, InvalidUrl, MissingDependency, PipelineFailed, TopicExists
 from pxrs.registry.address import parse
 from pxrs.spark.pipeline import Pipeline
+from pxrs.spark.place import SERVER, absolute, is_server
 from pxrs.spark.progress import short_reason
 from pxrs.spark.run import SETTINGS, Run, check_sources, check_topics, missing_topics
 from pxrs.spark.session import session
@@ -70,12 +71,11 @@ def run(
     since: Annotated[str | None, typer.Option(metavar="TIME", help="With --history: 2026-01-31T12:00+00:00.")] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="With --history: up to this time.")] = None,
     last: Annotated[int, typer.Option("-n", "--rows", min=1, help="With --history: how many rows are printed.")] = 20,
-    master: Annotated[
-        str | None, typer.Option(help="Spark's master, on this machine; by default local[*].", show_default=False)
-    ] = None,
+    master: Annotated[str | None, typer.Option(help="Spark's master; by default local[*].", show_default=False)] = None,
     conf: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of Spark.")] = None,
     checkpoints: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where Spark keeps its checkpoints; by default in the hub.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Where Spark keeps its checkpoints; by default in the directory."),
     ] = None,
     create_topics: Annotated[bool, typer.Option("--create-topics", help="Create the topics that are missing.")] = False,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish the current batch when stopped.")] = 60.0,
@@ -94,6 +94,8 @@ def run(
     address = HubAddress(_directory(at, create_topics), registry)
     if registry is not None and parse(registry).scheme == "memory":
         raise typer.BadParameter("memory: exists in one process only, and Spark has several")
+    if checkpoints is None and is_server(address.url):
+        raise typer.BadParameter("the hub is behind a server: say where Spark keeps its checkpoints, --checkpoints DIR")
     folder = (checkpoints or Path(address.url, "pipelines")).absolute()
     try:
         pipelines = _chosen(load(file), names or [])
@@ -158,9 +160,15 @@ def _chosen(pipelines: list[Pipeline], names: Sequence[str]) -> list[Pipeline]:
 
 
 def _directory(at: str, may_be_missing: bool) -> str:
+    """The hub's directory, or the address of its server."""
     address = parse(at)
+    if address.scheme == SERVER:
+        return absolute(address)
     if address.scheme != "file":
-        raise InvalidUrl(f"{address.text}: Spark's processes share a hub in a directory; {address.scheme}: is none")
+        raise InvalidUrl(
+            f"{address.text}: Spark's processes share a hub in a directory or behind a server, pxrs://HOST:PORT; "
+            f"{address.scheme}: is neither"
+        )
     directory = address.directory()
     if not may_be_missing and not directory.is_dir():
         raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")

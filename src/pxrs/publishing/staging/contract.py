@@ -14,8 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
+from pxrs.log.contract import TopicLog
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
+from pxrs.publishing.staging.appends import append_pieces
 from pxrs.publishing.staging.files import NewFile, Route, Staged
 from pxrs.publishing.staging.frames import Piece
 
@@ -72,6 +74,14 @@ class Staging(TaskStaging):
         they are. The payloads may be slices of mapped files.
 
         Raises FileNotFoundError if a file is gone, BatchRefused if a file cannot be read."""
+
+    def publish(self, topic: TopicLog, query: str, batch: int, files: Sequence[str], ends: Sequence[int]) -> None:
+        """Append the pieces of these files to the topic, each once, however often this is called (`append_pieces`). All
+        of them are durable when this returns. A staging place that is not on this machine appends them where it is.
+
+        ends: the ends of the topic's partitions before anything of the batch was appended; empty if not known.
+        Raises what `pieces` raises, and the first error of a piece that is not stored."""
+        append_pieces(topic, query, batch, self.pieces(topic.topic, query, batch, files), ends)
 
     @abstractmethod
     def make_durable(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:

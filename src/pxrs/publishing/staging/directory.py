@@ -25,11 +25,12 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -97,9 +98,11 @@ class DirectoryStaging(Staging):
         self._root = Path(hub, "staging")
         self._synced: dict[str, _OpenFolder] = {}
         """By path: the folders of queries whose entries are durable, with all folders above. See `_sync_above`."""
+        self._lock = threading.Lock()
+        """Guards changes of `_synced`: a server's threads share this object."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_root": self._root, "_synced": {}}
+    def __reduce__(self) -> tuple[type[DirectoryStaging], tuple[str]]:
+        return DirectoryStaging, (str(self._root.parent),)
 
     def check_writable(self) -> None:
         if (refusal := disk.write_refusal(self._root if self._root.exists() else self._root.parent)) is not None:
@@ -168,15 +171,21 @@ class DirectoryStaging(Staging):
         opened = _OpenFolder(path)
         for above in reversed(folder.parents[:3]):
             disk.sync_folder(above)
-        self._synced.pop(path, None)
-        self._synced[path] = opened
-        if len(self._synced) > _SYNCED_MAX:
-            del self._synced[next(iter(self._synced))]
+        with self._lock:
+            self._synced.pop(path, None)
+            self._synced[path] = opened
+            if len(self._synced) > _SYNCED_MAX:
+                del self._synced[next(iter(self._synced))]
 
     def _folder(self, topic: str, query: str, batch: int) -> Path:
         return self._root / topic / query / str(batch)
 
     # Removing.
+
+    def remove(self, topic: str, query: str, batch: int, file: str) -> None:
+        """Remove one staged file, which no manifest names; no error if it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._folder(topic, query, batch) / file)
 
     def clear(self, topic: str, query: str, batch: int) -> None:
         folder = self._root / topic / query

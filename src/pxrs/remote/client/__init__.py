@@ -9,6 +9,7 @@
 | `faults`, `tls` | what a failed call proves; why TLS has failed |
 | `log`, `topic`, `session`, `subscriptions`, `reads`, `appends` | the `Log` |
 | `registry`, `lease` | the `Registry` |
+| `transfers` | streams that may take long: ranges of a topic for Spark's tasks, and staged files |
 | `ping` | round trips, for `pxrs ping` |
 
 docs/wire.md says what is sent. Start reading with `connection`.

@@ -28,6 +28,7 @@ from pxrs.log.contract import Append
 from pxrs.model import CODECS
 from pxrs.remote import flight, wire
 from pxrs.remote.client.channel import Channel
+from pxrs.remote.client.control import Hello
 from pxrs.remote.client.faults import Unanswered, error_in, text_of
 from pxrs.waiting import BackgroundThread
 
@@ -37,7 +38,32 @@ CERTAIN: Final = (InvalidArgument, UnknownTopic, HubMoved, NoWritePermission, No
 """Errors that end a stream of appends before the append that is under way is stored."""
 LOOK_S: Final = 0.5
 """How often the streams whose time is over are ended."""
+PART_BATCHES, PART_BYTES = 500, 64 << 20
+"""How large one append of the wire becomes, unless one partition has more. A producer of a topic with many partitions
+has a batch of each, and a server refuses an append that is too large."""
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
+
+
+def parts(appends: Sequence[Append], hello: Hello | None) -> list[list[int]]:
+    """How to send many batches: as one or more appends of the wire, each given by the indexes of its batches. Batches
+    of one partition are stored all or none, so they stay together, and in order."""
+    batches_max, bytes_max = PART_BATCHES, PART_BYTES
+    if hello is not None:
+        # Half of the bytes: the server also counts what it decompresses.
+        batches_max, bytes_max = min(batches_max, hello.append_batches_max), min(bytes_max, hello.append_bytes_max // 2)
+    by_partition: dict[int, list[int]] = {}
+    for index, append in enumerate(appends):
+        by_partition.setdefault(append.partition, []).append(index)
+    found: list[list[int]] = []
+    size = 0
+    for indexes in by_partition.values():
+        more = sum(len(appends[index].payload.data) for index in indexes)
+        if not found or len(found[-1]) + len(indexes) > batches_max or size + more > bytes_max:
+            found.append([])
+            size = 0
+        found[-1] += indexes
+        size += more
+    return found
 
 
 def encoded(append: Append, *, has_more: bool) -> bytes:

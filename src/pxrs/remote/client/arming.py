@@ -8,7 +8,8 @@ causes an event.
 |---|---|---|
 | asked | armed | the server confirms it; `wait` returns, or, if it was armed before, it is woken |
 | asked | failed | the server refuses it, and it was never armed: `wait` raises |
-| asked | waiting | the server refuses it, and it was armed before: it is woken, and asked for again after a pause |
+| asked | waiting | the server refuses it, and it was armed before: it is woken, now and then again |
+| waiting | asked | after a pause |
 | any | asked | a new stream begins |
 | any | gone | `remove`: the server is told to forget it |
 """
@@ -30,6 +31,8 @@ _logger = logging.getLogger(__name__)
 
 AGAIN_S: Final = 1.0
 """After how long one that the server has refused is asked for again."""
+LOOK_S: Final = 5.0
+"""How often one that the server refuses is woken: no event comes for it, so whoever waits must look now and then."""
 
 
 class Armed:
@@ -40,9 +43,13 @@ class Armed:
         self.arguments = {**arguments, "number": number}
         self.stream: ControlStream | None = None
         """The stream on which it was last asked for."""
+        self.is_asked = False
+        """Whether the server has not answered that yet."""
         self.was_armed = False
-        self.is_woken = False
-        """Whether it was woken after the last refusal, so that a lasting refusal does not wake again and again."""
+        self.is_refused = False
+        """Whether the server has refused it although it was armed before, so that no event comes for it."""
+        self.woken_at = 0.0
+        """When it was last woken because of that."""
         self.failure: Exception | None = None
         self.done = threading.Event()
         """Set when it was first armed, or has failed."""
@@ -111,10 +118,12 @@ class Arms:
 
     def _ask(self, armed: Armed, stream: ControlStream, *, is_again: bool = False) -> None:
         with self._lock:
-            is_asked = armed.stream is stream and not is_again
-            if armed.number not in self._all or self._stream is not stream or is_asked:
+            # The next stream may have begun since the caller has seen this one.
+            if armed.number not in self._all or stream is not self._stream:
                 return
-            armed.stream = stream
+            if armed.stream is stream and (armed.is_asked or not is_again):
+                return
+            armed.stream, armed.is_asked = stream, True
         try:
             stream.send(armed.call, armed.arguments, lambda answer: self._take_answer(armed, stream, answer))
         except Unanswered:
@@ -125,11 +134,17 @@ class Arms:
             return  # as above
         is_woken = False
         with self._lock:
+            if armed.stream is not stream:
+                return  # it was asked for again on the next stream
+            armed.is_asked = False
             is_there = armed.number in self._all
             if not isinstance(answer, Exception):
-                is_woken, armed.was_armed, armed.is_woken = armed.was_armed, True, False
+                is_woken, armed.was_armed, armed.is_refused = armed.was_armed, True, False
             elif armed.was_armed:
-                is_woken, armed.is_woken = not armed.is_woken, True
+                is_woken = not armed.is_refused or time.monotonic() >= armed.woken_at + LOOK_S
+                armed.is_refused = True
+                if is_woken:
+                    armed.woken_at = time.monotonic()
                 self._ask_later(armed)
             else:
                 armed.failure = answer
@@ -158,7 +173,7 @@ class Arms:
         with self._lock:
             self._timer = None
             stream = self._stream
-            refused = [armed for armed in self._all.values() if armed.is_woken]
+            refused = [armed for armed in self._all.values() if armed.is_refused]
         if stream is not None:
             for armed in refused:
                 self._ask(armed, stream, is_again=True)

@@ -53,6 +53,11 @@ class Connection:
         address that leads nowhere is told soon."""
         return self.settings.patience_s if self._link.was_connected else self.settings.timeout_s
 
+    @property
+    def last_hello(self) -> Hello | None:
+        """What the last server that answered has said; None if none ever has."""
+        return self._link.last_hello
+
     def hello(self, timeout_s: float) -> Hello:
         """What the server has said last when this process connected to it. Connects if needed."""
         return self._link.take(time.monotonic() + timeout_s).hello

@@ -14,7 +14,8 @@ States of a `Request`, all of them changed under `_lock`:
 | sent | lost | the stream ends, or its caller stops waiting: nobody knows whether it had an effect (W1) |
 
 On failure: every request that has no answer ends at once, and the stream is not used again (`link` makes the next one).
-After a goodbye no request is sent any more, and the stream ends when those under way are answered.
+After a goodbye no request is sent any more, and the stream ends when those under way are answered. They may take long,
+so a thread of their own reads their answers, and the reader is free to connect to another server.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from pxrs.registry.values import Limits
 from pxrs.remote import flight, wire
 from pxrs.remote.client.channel import DRAIN_S_MAX, Channel
 from pxrs.remote.client.faults import Refused, Unanswered, error_in, lasting_refusal, text_of
+from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
 
 Answer = dict[str, Any] | Exception
 OnDone = Callable[[Answer], object]
 """Called by the reader, which must not wait."""
+_GOODBYE: Final = "the server has said goodbye"
 _HELLO: Final = {"hello": {"wire": wire.VERSION, "client": f"pxrs {version('pxrs')}"}}
 
 
@@ -53,18 +56,21 @@ class Hello(NamedTuple):
     """New with each start of the server."""
     limits: Limits
     """Those of one commit of the server's registry."""
+    append_batches_max: int = 500
+    append_bytes_max: int = 64 << 20
+    """How large one append may be. A server that does not say it takes more than this."""
 
 
 class Request:
     """One call. Its fields are guarded by the lock of its stream."""
 
-    __slots__ = ("answer", "done", "is_sent", "message", "number", "on_done", "sent_at")
+    __slots__ = ("answer", "done", "is_sent", "message", "number", "on_done", "since")
 
     def __init__(self, number: int, message: bytes, on_done: OnDone | None) -> None:
         self.number, self.message, self.on_done = number, message, on_done
         self.is_sent = False
-        self.sent_at = time.monotonic()
-        """When it was put into the outbox, and then when it was sent."""
+        self.since = time.monotonic()
+        """When it was queued, or sent."""
         self.answer: Answer | None = None
         self.done = threading.Event()
 
@@ -123,20 +129,42 @@ class ControlStream:
             theirs = theirs if isinstance(theirs, int) else 0
             raise WireMismatch(wire.VERSION, theirs, theirs)
         known = {name: int(value) for name, value in found["limits"].items() if name in Limits.__dataclass_fields__}
-        self.hello = Hello(min(theirs, wire.VERSION), str(found.get("instance")), Limits(**known))
+        appends = {name: int(found[name]) for name in ("append_batches_max", "append_bytes_max") if name in found}
+        self.hello = Hello(min(theirs, wire.VERSION), str(found.get("instance")), Limits(**known), **appends)
         self._heard_at = time.monotonic()
 
     def run(self) -> str:
-        """Read the stream until it has ended; why it has."""
+        """Read the stream until it has ended, or its server has said goodbye; why it takes no more requests."""
+        why = self._read()
+        if why is not None:
+            return self.end(why)
+        try:
+            start_thread(self._read_rest, "pxrs-remote-leaving")
+        except RuntimeError:  # the process has as many threads as it may have
+            self._read_rest()
+        return _GOODBYE
+
+    @property
+    def is_ended(self) -> bool:
+        return self._why is not None
+
+    def _read_rest(self) -> None:
+        self.end(self._read(is_rest=True) or _GOODBYE)
+
+    def _read(self, *, is_rest: bool = False) -> str | None:
+        """Read until the stream has ended; why it has. is_rest: the server has said goodbye. If it says so now, None is
+        returned while requests have no answer."""
         why = "the server has ended the stream"
         try:
             for data in self._call:
                 self._take(data)
+                if self._is_leaving and not is_rest and self._why is None:
+                    return None
         except grpc.RpcError as failure:
             why = str(error_in(failure) or text_of(failure))
         except (ValueError, TypeError, flight.MalformedMessage) as error:
             why = f"a message of the server cannot be read: {error}"
-        return self.end(why)
+        return why
 
     def end(self, why: str) -> str:
         """End the stream, and every request that has no answer. Any thread may call it. Returns the reason of the first
@@ -187,9 +215,12 @@ class ControlStream:
         return request.answer
 
     def is_silent_since(self, request: Request) -> bool:
-        """Whether nothing has come from the server since the request was sent, or waits to be."""
+        """Whether nothing has come from the server since the request was sent. One that is not sent waits until gRPC
+        has sent what is before it: for ever, if the connection is cut without a message. That may also only be slow, so
+        the silence must be twice as long as the request has waited."""
         with self._lock:
-            return self._heard_at < request.sent_at
+            waited_s = 0.0 if request.is_sent else time.monotonic() - request.since
+            return self._heard_at < request.since - waited_s
 
     def _messages(self) -> Iterator[bytes]:
         """Called by gRPC, on a thread of its own."""
@@ -198,7 +229,7 @@ class ControlStream:
             with self._lock:
                 if request.answer is not None:
                     continue
-                request.is_sent, request.sent_at = True, time.monotonic()
+                request.is_sent, request.since = True, time.monotonic()
             yield flight.flight_data(flight.FlightData(app_metadata=request.message))
 
     # What the server says.
@@ -224,19 +255,24 @@ class ControlStream:
         if request is not None:
             _tell(request)
         if is_done:
-            self.end("the server has said goodbye")
+            self.end(_GOODBYE)
 
     def _leave(self) -> None:
         with self._lock:
+            if self._is_leaving:
+                return
             self._is_leaving = True
             is_done = not self._unanswered
         self._on_goodbye()
         if is_done:
-            self.end("the server has said goodbye")
+            self.end(_GOODBYE)
             return
-        timer = threading.Timer(DRAIN_S_MAX, self.end, ("the server has said goodbye",))
+        timer = threading.Timer(DRAIN_S_MAX, self.end, (_GOODBYE,))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # as above: nobody could end the stream later
+            self.end(_GOODBYE)
 
 
 def _tell(request: Request) -> None:

@@ -1,8 +1,8 @@
 """Keeps one control stream to one of the servers, while anybody needs it.
 
-One thread connects, reads the stream until it ends, and connects again: to the same server first, then to the next one
-of the address, with growing, random pauses after all of them were tried. It connects only while somebody needs it: a
-caller that waits for a stream, or an armed watch or subscription (`arming`).
+One thread connects, reads the stream until it ends, and connects again: to the next server of the address, because the
+one that was lost may not even refuse, with growing, random pauses after all of them were tried. It connects only while
+somebody needs it: a caller that waits for a stream, or an armed watch or subscription (`arming`).
 
 | state of the link | becomes | when |
 |---|---|---|
@@ -10,7 +10,7 @@ caller that waits for a stream, or an armed watch or subscription (`arming`).
 | connecting | connected | a server has answered the hello: those who wait in `take` go on, `on_stream` arms all again |
 | connecting | connecting | no server answers: after a pause |
 | connecting | refused | a server will not serve this client: `take` raises why; connecting again after a pause |
-| connected | connecting, idle | the stream has ended, or the server has said goodbye |
+| connected | connecting, idle | the stream has ended, or the server has said goodbye: answers may still come on it |
 | any | closed | `close` |
 """
 
@@ -27,7 +27,7 @@ from typing import Final
 from pxrs.errors import Closed, InvalidUrl, PxrsError, Unauthenticated
 from pxrs.remote.client import tls
 from pxrs.remote.client.channel import Channel
-from pxrs.remote.client.control import ControlStream
+from pxrs.remote.client.control import ControlStream, Hello
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
 from pxrs.remote.client.settings import Settings
 from pxrs.waiting import start_thread
@@ -64,14 +64,21 @@ class Link:
         """The stream that requests are sent on; None if there is none, or if its server has said goodbye."""
         self._begun: ControlStream | None = None
         """The stream that the thread connects or reads now."""
+        self._leaving: list[ControlStream] = []
+        """Streams whose servers have said goodbye, and on which calls may still be answered."""
         self._refusal: Exception | None = None
         """Why the last server that answered will not serve this client; None once it may."""
         self._why = "nothing came in time"
         """Why there is no stream now."""
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self.was_connected = False
+        self.last_hello: Hello | None = None
+        """What the last server that answered has said; None if none ever has."""
+
+    @property
+    def was_connected(self) -> bool:
         """Whether a server has ever answered."""
+        return self.last_hello is not None
 
     @property
     def is_closed(self) -> bool:
@@ -116,10 +123,10 @@ class Link:
         """End the stream and the thread, from any thread. Idempotent."""
         self._closing.set()
         with self._changed:
-            begun, thread = self._begun, self._thread
+            streams, thread = [*self._leaving, *(() if self._begun is None else (self._begun,))], self._thread
             self._changed.notify_all()
-        if begun is not None:
-            begun.end("the connection was closed")
+        for stream in streams:
+            stream.end("the connection was closed")
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_S_MAX)
 
@@ -156,8 +163,14 @@ class Link:
                     pause_s = min(2 * pause_s, PAUSE_S_MAX)
                 continue
             pause_s = PAUSE_S_MIN
-            self._on_stream(stream)
-            self._note_loss(stream, stream.run())
+            try:
+                self._on_stream(stream)
+                why = stream.run()
+            except Exception as error:  # a defect; without this thread nothing would ever be connected again
+                _logger.exception("the stream of %s failed unexpectedly", stream.channel.target)
+                why = stream.end(f"unexpected: {error}")
+            self._note_loss(stream, why)
+            at += 1
 
     def _connect(self, target: str) -> ControlStream:
         channel = Channel(target, self._settings)
@@ -179,7 +192,7 @@ class Link:
                     raise refusal from error
             raise
         with self._changed:
-            self._stream, self._refusal, self.was_connected = stream, None, True
+            self._stream, self._refusal, self.last_hello = stream, None, stream.hello
             self._changed.notify_all()
         _logger.info("connected to %s, server %s", target, stream.hello.instance)
         return stream
@@ -204,6 +217,7 @@ class Link:
     def _note_loss(self, stream: ControlStream, why: str) -> None:
         with self._changed:
             self._stream = None
+            self._leaving = [each for each in (*self._leaving, stream) if not each.is_ended]
             self._why = f"the connection to {stream.channel.target} was lost: {why}"
         if not self._closing.is_set():
             _logger.info("%s; connecting again", self._why)

@@ -35,7 +35,7 @@ def fetch(channel: Channel, ticket: Mapping[str, Any], timeout_s: float) -> dict
             if "error" in about:
                 errors[partition] = Fetched(error=wire.error_of(about["error"]))  # type: ignore[arg-type]
             else:
-                batches.setdefault(partition, []).append(_batch(message, about))
+                batches.setdefault(partition, []).append(read_batch(message, about))
     except grpc.RpcError as failure:
         error = error_in(failure)
         if error is not None:
@@ -52,7 +52,8 @@ def fetch(channel: Channel, ticket: Mapping[str, Any], timeout_s: float) -> dict
     return {partition: Fetched(tuple(found)) for partition, found in batches.items()} | errors
 
 
-def _batch(message: flight.FlightData, about: Mapping[str, Any]) -> Batch:
+def read_batch(message: flight.FlightData, about: Mapping[str, Any]) -> Batch:
+    """One batch of a stream; about: its `app_metadata`. Raises what a message that cannot be read raises."""
     offset = int(about["offset"])
     if not len(message.header):  # a gap: the offsets before `next` belong to no message
         return Batch(offset, NO_RECORDS, _NO_OFFSETS, int(about["next"]))

@@ -3,7 +3,8 @@
 A reader that waits subscribes, looks, sleeps and ends its subscription, again and again. To ask the server each time
 would cost each wait two round trips. So readers of the same partitions share one subscription on the server, and it is
 kept when the last of them has gone: a later reader uses it at once. One that nobody waits for is given up when an event
-comes for it, which shows that the topic is being written to while nobody waits, or when there are more than IDLE_MAX.
+comes for it, which shows that the topic is being written to while nobody waits; when there are more than IDLE_MAX; or
+if the server refuses it after a reconnect, because the topic was deleted, say.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from pxrs.errors import Closed
 from pxrs.remote.client.arming import Armed
 from pxrs.remote.client.connection import Connection
 from pxrs.waiting import Callback, Subscription, call_all
@@ -41,6 +43,7 @@ class TopicSubscriptions:
         self._tokens = itertools.count()
         self._shared: dict[Key, _Shared] = {}
         """The ones that nobody waits for come first, in the order in which they were last used."""
+        self._is_closed = False
         self._local: dict[int, Callback] = {}
         """Callbacks that concern no partition: only `close` calls them."""
 
@@ -55,6 +58,8 @@ class TopicSubscriptions:
             self._local[token] = callback
             return Subscription(lambda: self._local.pop(token, None))
         with self._lock:
+            if self._is_closed:  # it would stay on the connection, which others may use
+                raise Closed(f"the log of {topic} was closed")
             shared = self._shared.pop(key, None) or _Shared()
             self._shared[key] = shared  # now the last one
             shared.callbacks[token] = callback
@@ -76,6 +81,7 @@ class TopicSubscriptions:
     def close(self) -> None:
         """Call every callback once more, and end all subscriptions."""
         with self._lock:
+            self._is_closed = True
             everything = list(self._shared.values())
             self._shared.clear()
             callbacks = [*self._local.values(), *(each for shared in everything for each in shared.callbacks.values())]
@@ -98,7 +104,10 @@ class TopicSubscriptions:
     def _remove(self, key: Key, shared: _Shared, token: int) -> None:
         with self._lock:
             shared.callbacks.pop(token, None)
+            is_refused = shared.armed is not None and shared.armed.is_refused
             idle = [(each, found) for each, found in self._shared.items() if not found.callbacks]
+        if is_refused:
+            self._give_up(key, shared, is_idle=True)
         for each, found in idle[: max(0, len(idle) - IDLE_MAX)]:
             self._give_up(each, found, is_idle=True)
 

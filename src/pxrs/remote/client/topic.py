@@ -28,7 +28,7 @@ from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, Reten
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.model import Topic
 from pxrs.remote import wire
-from pxrs.remote.client.appends import encoded
+from pxrs.remote.client.appends import encoded, parts
 from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection
 from pxrs.remote.client.faults import Refused, Unanswered
 from pxrs.remote.client.reads import fetch
@@ -113,9 +113,27 @@ class RemoteTopic(TopicLog):
         for each in appends:
             self._checked((each.partition,))
             check_encoded(each.payload)
+        outcomes: dict[int, Outcome] = {}
+        stopped: Exception | None = None
+        for indexes in parts(appends, self._session.connection().last_hello):
+            if stopped is None:
+                try:
+                    found = self._append([appends[index] for index in indexes])
+                except PxrsError as error:
+                    if not outcomes:
+                        raise
+                    stopped = error  # earlier parts have outcomes of their own
+                else:
+                    if all(not isinstance(each, StoredAt) and isinstance(each.error, AppendFailed) for each in found):
+                        stopped = AppendFailed(f"{self._session.url}: not sent, because what came before it failed")
+                    outcomes |= zip(indexes, found, strict=True)
+                    continue
+            outcomes |= dict.fromkeys(indexes, NotStored(stopped))
+        return [outcomes[index] for index in range(len(appends))]
+
+    def _append(self, appends: Sequence[Append]) -> list[Outcome]:
+        """One append of the wire."""
         connection = self._session.connection()
-        if not appends:
-            return []
         last = len(appends) - 1
         batches = [encoded(each, has_more=number < last) for number, each in enumerate(appends)]
         try:
@@ -127,6 +145,8 @@ class RemoteTopic(TopicLog):
             return [MaybeStored(AppendUnknown(text))] * len(appends)
         except ServerBusy as error:
             return [NotStored(AppendFailed(f"{self._session.url}: {error}"))] * len(appends)
+        except AppendUnknown as error:
+            return [MaybeStored(error)] * len(appends)
         outcomes = [_outcome(found) for found in answers]
         refusals = [each.error for each in outcomes if isinstance(each, NotStored)]
         if len(refusals) == len(outcomes) and isinstance(refusals[0], _OF_THE_WHOLE):

@@ -9,6 +9,7 @@
 | `tokens` | the tokens file: hashes of tokens, certificates, and their grants |
 | `gate` | what the server asks: who calls, whether the call is permitted, what its answer may show |
 | `capabilities` | tokens for the executors of one query, signed by the server |
+| `issuing` | makes them, and keeps their secrets in the registry |
 
 `permissions`, `keys`, `decisions` and `capabilities` do no I/O. docs/serve.md has the table of permissions; tests
 compare it with the decisions made here.

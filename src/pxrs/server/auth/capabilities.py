@@ -2,11 +2,11 @@
 
 The driver of a Spark query has a token of its own, which executors must not get: it can do more, and it is long-lived.
 So the driver asks the server for a *capability*: a text that says what it permits, signed by the server with a secret
-of the query (HMAC-SHA256). The server makes this secret when the query first asks, and keeps it in the registry under
-`secret_key(query)`, as an ephemeral key of the driver's lease. So:
+of the query (HMAC-SHA256). The server keeps this secret in the registry under `secret_key(query)` (`issuing`). So:
 
 - capabilities survive a restart of the server, and every server in front of the same registry accepts them;
-- they end when the driver ends its lease, or loses it; nobody has to list those that are revoked;
+- they end when the driver removes the secret, or loses the lease that it is kept with; nobody has to list those that
+  are revoked;
 - the secret never leaves the server: no client can read or write keys below `server/` (`keys.HIDDEN`).
 
 A capability names the token of the driver, and is accepted only while that token is, and only for what that token
@@ -32,8 +32,10 @@ BEGINNING: Final = "pxrsc_"
 """What every capability begins with; tokens of a tokens file begin otherwise."""
 SECRETS: Final = "server/capabilities/"
 SECRET_BYTES: Final = 32
-TOPICS_MAX: Final = 1_000
-CHARACTERS_MAX: Final = 65_536
+ALL: Final = ("*",)
+TOPICS_MAX: Final = 64
+"""A capability is sent with each call, in metadata, which gRPC bounds to 8 kB."""
+CHARACTERS_MAX: Final = 6_000
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 _QUERY: Final = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _CONTEXT: Final = b"pxrs capability 1\0"
@@ -45,28 +47,38 @@ class Capability:
     """What the executors of one query may do."""
 
     query: str
-    """The id of the query, by which the server finds the secret."""
+    """By which the server finds the secret: a new id for each secret."""
     token: str
     """The id of the driver's token in the tokens file; empty on a server without one."""
     until: float
     """Seconds since 1970, on the server's clock. The driver asks again before."""
     read: tuple[str, ...] = ()
-    """The ids of topics whose ranges may be read."""
+    """The ids of topics whose ranges may be read; or ALL, for those that the driver's token may read."""
     stage: tuple[str, ...] = ()
-    """The ids of topics for which rows of this query may be staged."""
+    """The ids of topics for which rows may be staged; or ALL, for those that the driver's token may write to. What is
+    staged has an effect only if the driver's manifest names it, by a name that the server has chosen."""
 
     def __post_init__(self) -> None:
         ids = (*self.read, *self.stage)
         if not _QUERY.fullmatch(self.query):
             raise InvalidArgument("the id of a query has up to 200 letters, digits, '.', '_' or '-'")
-        if len(ids) > TOPICS_MAX or not all(_ID.fullmatch(each) for each in ids):
-            raise InvalidArgument(f"a capability names at most {TOPICS_MAX:,} topics, by their ids")
+        is_valid = all(each == ALL or all(_ID.fullmatch(id) for id in each) for each in (self.read, self.stage))
+        if len(ids) > TOPICS_MAX or not is_valid:
+            raise InvalidArgument(f"a capability names at most {TOPICS_MAX:,} topics, by their ids, or '*' alone")
 
-    @property
-    def grants(self) -> Grants:
-        """The permissions as `decisions` takes them."""
-        reads = [Grant("topic-id", each, "read") for each in self.read]
-        return Grants((*reads, *(Grant("stage", f"{self.query}/{each}", "write") for each in self.stage)))
+    def grants_of(self, driver: Grants) -> Grants:
+        """The permissions as `decisions` takes them. driver: those of the driver's token."""
+        reads = (
+            [Grant("topic-name", each, "read") for each in driver.patterns("topic", "read")]
+            if self.read == ALL
+            else [Grant("topic-id", each, "read") for each in self.read]
+        )
+        stages = (
+            [Grant("stage-name", each, "write") for each in driver.patterns("topic", "write")]
+            if self.stage == ALL
+            else [Grant("stage-id", each, "write") for each in self.stage]
+        )
+        return Grants((*reads, *stages))
 
 
 def secret_key(query: str) -> str:
@@ -108,8 +120,9 @@ def within(capability: Capability, driver: Grants, topic_names: dict[str, str | 
     """Whether the driver's token permits all that the capability does. Asked when it is signed, and when it is used.
 
     topic_names: the name of each topic by its id; None if there is no such topic any more."""
-    return all(driver.may("topic", topic_names.get(each), "read") for each in capability.read) and all(
-        driver.may("topic", topic_names.get(each), "write") for each in capability.stage
+    reads, stages = ((() if each == ALL else each) for each in (capability.read, capability.stage))
+    return all(driver.may("topic", topic_names.get(each), "read") for each in reads) and all(
+        driver.may("topic", topic_names.get(each), "write") for each in stages
     )
 
 

@@ -52,13 +52,47 @@ def _topic(*actions: str) -> Decision:
 
     def decide(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
         name, id = _text(call, arguments, "topic"), arguments.get("topic_id")
-        if any(grants.may("topic", name, action) for action in actions):
+        if any(grants.may(kind, name, action) for kind in ("topic", "topic-name") for action in actions):
             return True
         if not isinstance(id, str) or not any(grants.may("topic-id", id, action) for action in actions):
             return False
         return names.topic(id) == name
 
     return decide
+
+
+def _topic_id(*actions: str) -> Decision:
+    """Needs one of these actions on the topic with this id. An id that no topic has needs it on all topics."""
+
+    def decide(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+        name = names.topic(_text(call, arguments, "topic_id"))
+        return any(grants.may("topic", name, action) for action in actions)
+
+    return decide
+
+
+def _stage(*actions: str) -> Decision:
+    """Needs one of these actions on the topic, or a capability to stage for it."""
+
+    def decide(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+        name, id = _text(call, arguments, "topic"), arguments.get("topic_id")
+        is_capable = isinstance(id, str) and grants.may("stage-id", id, "write") and names.topic(id) == name
+        is_capable = is_capable or grants.may("stage-name", name, "write")
+        return is_capable or _topic(*actions)(grants, names, call, arguments)
+
+    return decide
+
+
+def _announce(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    """A feed says what a batch reads: needs the permission to read that topic."""
+    try:
+        id = wire.loads(_text(call, arguments, "feed").encode()).get("topic")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{call}: feed is no JSON object") from error
+    if not isinstance(id, str):
+        raise InvalidArgument(f"{call}: feed names no topic")
+    name = names.topic(id)
+    return grants.may("topic-id", id, "read") or any(grants.may(kind, name, "read") for kind in ("topic", "topic-name"))
 
 
 def _create_topic(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
@@ -124,7 +158,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "hub.identity": _identity,
     "log.topics": _anyone,  # the answer has the topics that the caller may describe
     "log.damaged_topics": _anyone,
-    "log.topic": _topic("describe", "read"),
+    "log.topic": _stage("describe", "read"),
     "log.create_topic": _create_topic,
     "log.delete_topic": _topic("admin"),
     "topic.bounds": _topic("describe", "read"),
@@ -132,7 +166,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "topic.end_before": _topic("describe", "read"),
     "topic.plan_retention": _topic("admin"),
     "topic.trim": _hub_admin,
-    "topic.check_writable": _topic("write"),
+    "topic.check_writable": _stage("write"),
     "topic.retention_problem": _topic("describe"),
     "topic.subscribe": _topic("describe", "read"),
     "topic.unsubscribe": _anyone,
@@ -146,6 +180,23 @@ CALLS: Final[Mapping[str, Decision]] = {
     "registry.end": _writer,
     "registry.watch": _watch,
     "registry.unwatch": _anyone,
+    "capability.create": _anyone,  # it permits no more than the caller's own token
+    "capability.end": _anyone,  # of the caller's own
+    "staging.check_writable": _writer,
+    "staging.announce": _announce,
+    "staging.feeds": _writer,
+    "staging.stage": _stage("write"),
+    "staging.read": _topic("write"),
+    "staging.make_durable": _topic_id("write"),
+    "staging.publish": _topic("write"),
+    "staging.remove": _stage("write"),
+    "staging.clear": _topic_id("write"),
+    "staging.forget_query": _topic_id("write"),
+    "staging.sweep": _topic_id("write"),
+    "staging.keep_topic": _topic_id("write"),
+    "staging.topics": _hub_admin,
+    "staging.changed_at": _hub_admin,
+    "staging.forget_topic": _hub_admin,
     "DoGet": _topic("read"),
     "DoPut": _topic("write"),
     "DoExchange": _anyone,  # each call in the stream is decided by itself

@@ -24,10 +24,14 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from pxrs.errors import Conflict, InvalidArgument, NotPermitted, PxrsError, Unauthenticated, UnknownTopic
+from pxrs.registry.lease import Lease
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
 from pxrs.server.auth import tokens
+from pxrs.server.auth.capabilities import BEGINNING as CAPABILITY
+from pxrs.server.auth.capabilities import CHARACTERS_MAX, Capability, within
 from pxrs.server.auth.decisions import is_permitted
+from pxrs.server.auth.issuing import Issuer
 from pxrs.server.auth.keys import Names, Scan, may_read, scan_visible
 from pxrs.server.auth.permissions import Grant, Grants
 from pxrs.server.auth.tokens import Token, Tokens
@@ -37,7 +41,7 @@ _logger = logging.getLogger(__name__)
 COMMON_NAME: Final = "x509_common_name"
 ALTERNATIVE_NAME: Final = "x509_subject_alternative_name"
 """How gRPC names the identities of a client certificate in `auth_context`."""
-TOKEN_CHARACTERS_MAX: Final = 4_096
+TOKEN_CHARACTERS_MAX: Final = CHARACTERS_MAX
 _EVERYTHING: Final = Grants((Grant("hub", "", "admin"),))
 
 Identities = Mapping[str, Sequence[bytes]]
@@ -50,10 +54,13 @@ class Caller:
 
     grants: Grants
     token: Token | None = None
-    """The entry of the tokens file; None on a server without one."""
+    """The entry of the tokens file; None on a server without one. That of the driver, for an executor."""
+    capability: Capability | None = None
+    """What an executor of Spark has shown; None for every other caller."""
 
     def __str__(self) -> str:
-        return "anyone" if self.token is None else f"{self.token.name} ({self.token.id})"
+        who = "anyone" if self.token is None else f"{self.token.name} ({self.token.id})"
+        return who if self.capability is None else f"an executor of {who}"
 
 
 ANYONE: Final = Caller(_EVERYTHING)
@@ -63,9 +70,16 @@ ANYONE: Final = Caller(_EVERYTHING)
 class Gate:
     """Decides by a tokens file. Without one, everything is permitted to everybody."""
 
-    def __init__(self, path: str | None, names: Names, wall_time: Callable[[], float] = time.time) -> None:
-        """path: the tokens file. Raises InvalidArgument if it cannot be read."""
-        self._path, self._names, self._wall_time = path, names, wall_time
+    def __init__(
+        self,
+        path: str | None,
+        names: Names,
+        wall_time: Callable[[], float] = time.time,
+        issuer: Issuer | None = None,
+    ) -> None:
+        """path: the tokens file. Raises InvalidArgument if it cannot be read. issuer: recognises capabilities; without
+        it, there are none."""
+        self._path, self._names, self._wall_time, self._issuer = path, names, wall_time, issuer
         self._lock = threading.Lock()
         """Held while the file is read, so that an older content never follows a newer one."""
         self._read: tokens.Identity | None = None
@@ -89,6 +103,8 @@ class Gate:
         """Read the tokens file again if it has changed; whether it has. Blocks as long as the file system does."""
         if self._path is None:
             return False
+        if self._issuer is not None:
+            self._issuer.refresh()
         with self._lock:
             try:
                 if tokens.identity_of(os.stat(self._path)) == self._read:
@@ -114,16 +130,53 @@ class Gate:
         if self._path is None:
             return ANYONE
         known = self._tokens
-        sent = metadata.get(wire.TOKEN_METADATA)
-        if sent is None:
+        token = _token_in(metadata)
+        if token is None:
             found = _by_certificate(known, identities or {})
+        elif token.startswith(CAPABILITY):
+            return self._executor(token)
         else:
-            scheme, _, token = (sent if isinstance(sent, str) else sent.decode(errors="replace")).strip().partition(" ")
-            is_bearer = scheme.lower() == "bearer" and len(token) <= TOKEN_CHARACTERS_MAX
-            found = known.find(token.strip()) if is_bearer else None
+            found = known.find(token)
         if found is None or found.is_expired(self._wall_time()):
             raise unauthenticated()
         return Caller(found.grants, found)
+
+    def may_block(self, metadata: Mapping[str, str | bytes]) -> bool:
+        """Whether `identify` asks the registry: the caller shows a capability that this server has not seen."""
+        token = _token_in(metadata)
+        is_capability = self._path is not None and token is not None and token.startswith(CAPABILITY)
+        return is_capability and self._issuer is not None and not self._issuer.is_known(token or "")
+
+    def _executor(self, text: str) -> Caller:
+        """An executor of Spark, with the permissions of its capability, as far as the driver's token has them."""
+        capability = None if self._issuer is None else self._issuer.find(text)
+        driver = None if capability is None else self._tokens.by_id.get(capability.token)
+        if capability is None or driver is None or driver.is_expired(self._wall_time()):
+            raise unauthenticated()
+        known = self._names.once()
+        names = {id: known.topic(id) for id in (*capability.read, *capability.stage)}
+        if not within(capability, driver.grants, names):
+            raise unauthenticated()
+        return Caller(capability.grants_of(driver.grants), driver, capability)
+
+    def issue(
+        self, caller: Caller, read: Sequence[str], stage: Sequence[str], seconds: float, lease: Lease | None
+    ) -> tuple[str, str] | None:
+        """The id and the text of a new capability for the executors of this caller; None on a server without a tokens
+        file, which needs none. Raises NotPermitted if the caller itself may not do what it asks for. May block."""
+        if caller.token is None or self._issuer is None:
+            return None
+        asked = Capability("asked", caller.token.id, 0.0, tuple(read), tuple(stage))
+        known = self._names.once()
+        names = {id: known.topic(id) for id in (*read, *stage)}
+        if caller.capability is not None or not within(asked, caller.grants, names):
+            raise _not_permitted("capability.create")
+        return self._issuer.create(asked, seconds, lease)
+
+    def end(self, caller: Caller, query: str) -> None:
+        """End a capability of this caller. May block."""
+        if caller.token is not None and self._issuer is not None and caller.capability is None:
+            self._issuer.end(query, caller.token.id)
 
     def is_accepted(self, caller: Caller) -> bool:
         """Whether the caller's token is still accepted, with whatever permissions."""
@@ -137,7 +190,11 @@ class Gate:
         if now is None or now.is_expired(self._wall_time()):
             return None
         is_same = (now.sha256, now.certificate) == (caller.token.sha256, caller.token.certificate)
-        return now.grants if is_same else None
+        if caller.capability is None:
+            return now.grants if is_same else None
+        # What an executor may do was computed from the driver's permissions, which may have changed.
+        is_alive = self._issuer is not None and self._issuer.is_valid(caller.capability)
+        return caller.grants if is_same and is_alive and now.grants == caller.token.grants else None
 
     def is_valid(self, caller: Caller) -> bool:
         """Whether the caller's token is still accepted, with the same permissions. If it is not, what the caller has
@@ -151,10 +208,7 @@ class Gate:
         if grants is None:
             raise unauthenticated()
         if not is_permitted(grants, self._names.once(), call, arguments):
-            raise NotPermitted(
-                f"the token does not permit {call[:100]!r} with these arguments; nothing was done. Ask the operator of "
-                "the server for a grant: docs/serve.md lists what each call needs"
-            )
+            raise _not_permitted(call)
 
     def topics(self, caller: Caller, topics: Iterable[T], name: Callable[[T], str]) -> list[T]:
         """Those of the topics that the caller may see. name: the name of one."""
@@ -175,6 +229,22 @@ class Gate:
             visible = [name for name in error.choices if caller.grants.may("topic", name, "describe")]
             return error if len(visible) == len(error.choices) else UnknownTopic(error.topic, visible)
         return error
+
+
+def _token_in(metadata: Mapping[str, str | bytes]) -> str | None:
+    """The token that a caller shows; empty if it is too long, or shown in another way than as a bearer's."""
+    sent = metadata.get(wire.TOKEN_METADATA)
+    if sent is None:
+        return None
+    scheme, _, token = (sent if isinstance(sent, str) else sent.decode(errors="replace")).strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and len(token) <= TOKEN_CHARACTERS_MAX else ""
+
+
+def _not_permitted(call: str) -> NotPermitted:
+    return NotPermitted(
+        f"the token does not permit {call[:100]!r} with these arguments; nothing was done. Ask the operator of the "
+        "server for a grant: docs/serve.md lists what each call needs"
+    )
 
 
 def visible_conflict(conflict: Conflict, grants: Grants, names: Names) -> Conflict:

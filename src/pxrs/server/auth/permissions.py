@@ -52,8 +52,13 @@ actions of queues include it."""
 
 READING: Final = frozenset({"read", "describe"})
 """The actions that `hub=read` permits on everything."""
-_DERIVED: Final[Mapping[str, frozenset[str]]] = {"topic-id": frozenset({"read"}), "stage": frozenset({"write"})}
-"""Kinds of grants that only a capability has (`capabilities`): a topic by its id, and the staged files of a query."""
+_DERIVED: Final[Mapping[str, frozenset[str]]] = {
+    "topic-id": frozenset({"read"}),
+    "topic-name": frozenset({"read"}),
+    "stage-id": frozenset({"write"}),
+    "stage-name": frozenset({"write"}),
+}
+"""Kinds of grants that only a capability has (`capabilities`): to read ranges of topics, and to stage rows for them."""
 _NAME: Final = re.compile(r"(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\*?)")
 _PREFIX: Final = re.compile(r"([!-.0-:<-~]+/)+")
 NAMES_MAX: Final = 10_000

@@ -1,0 +1,56 @@
+"""What a server stands in front of: one open hub."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pxrs.errors import TopicDeleted, UnknownTopic
+from pxrs.hub import Hub
+from pxrs.log.contract import TopicLog
+from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.server.auth.gate import ANYONE, Caller, Gate
+from pxrs.server.given import Given
+from pxrs.server.grants import Grants
+
+Result = dict[str, Any]
+"""The result of a call, as JSON."""
+Send = Callable[[bytes], Awaitable[None]]
+"""Sends one message to the client, as fast as the client reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the server stands in front of, for one caller."""
+
+    hub: Hub
+    grants: Grants
+    instance: str
+    """New with each start of the server."""
+    gate: Gate
+    staging: DirectoryStaging | None = None
+    """Where the rows of Spark's tasks are staged; None if the hub is not in a directory."""
+    caller: Caller = ANYONE
+
+    def check(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """Raise an error if the caller may not make this call with these arguments (W4). May block."""
+        self.gate.check(self.caller, call, arguments)
+
+    def permitted_topic(self, given: Given) -> TopicLog:
+        """The topic that the arguments name, if the caller may make the call."""
+        self.check(given.call, given.found)
+        return self.topic(given)
+
+    def topic(self, given: Given) -> TopicLog:
+        """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
+        name, wanted = given.text("topic"), given.text_or_none("topic_id")
+        try:
+            found = self.hub.topic(name).log
+        except UnknownTopic as error:
+            if wanted is None:
+                raise self.gate.shown(self.caller, error) from None
+            raise TopicDeleted(name, wanted, is_made_again=False) from None
+        if wanted is not None and found.id != wanted:
+            raise TopicDeleted(name, wanted, is_made_again=True)
+        return found
