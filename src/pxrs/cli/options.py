@@ -45,19 +45,25 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 @contextmanager
 def open_hub(
-    at: str | None, registry: str | None, *, needs_log: bool = False, makes_registry: bool = False
+    at: str | None,
+    registry: str | None,
+    *,
+    needs_log: bool = False,
+    makes_registry: bool = False,
+    given_as: str = "--at or PXRS_AT",
 ) -> Iterator[pxrs.Hub]:
     """Open an existing hub. Opening a mistyped path would create an empty registry there.
 
     needs_log:      the directory must exist even if the registry is elsewhere, because the command reads messages.
-    makes_registry: the given registry need not exist: the command may be the first one that writes to it."""
+    makes_registry: the given registry need not exist: the command may be the first one that writes to it.
+    given_as:       how the user gives `at`, for errors."""
     check_given(at, registry)
     has_server = False
     if at is not None:
         address = parse(at)
         has_server = is_server(at)
         if (registry is None or needs_log) and address.scheme == "file" and not address.directory().is_dir():
-            raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
+            raise InvalidUrl(f"there is no directory {at}: correct {given_as}")
     if registry is not None and not makes_registry and not has_server:  # `pxrs.open` refuses it beside a server
         makers = "`pxrs queue create`" if at is None else "`pxrs queue create` or `pxrs registry adopt`"
         check_is_there(registry, "--registry or PXRS_REGISTRY", makers)

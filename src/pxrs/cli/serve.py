@@ -111,7 +111,7 @@ def serve(
     limits = with_limits(ServerLimits(), named, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
-    with open_hub(directory, registry, makes_registry=True) as hub:
+    with open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub:
         asyncio.run(_run(hub, settings, is_tls=tls_cert is not None))
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """A client that exceeds a bound is slowed down, or gets `ServerBusy`; no other client notices."""
+    """A client that exceeds a bound is slowed down, or gets `ServerBusy`. What one control stream, append or token may
+    have is no other client's concern; `connections_max`, `streams_max` and the bytes of appends and reads are shared by
+    all clients."""
 
     connections_max: int = 2_000
     """How many connections of all clients are open at a time. Others are closed at once."""

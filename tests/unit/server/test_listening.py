@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pxrs.cli.serve import check_listen
 from pxrs.errors import InvalidArgument
+from pxrs.testing.command import run_here
 
 LOOPBACK = ["127.0.0.1:7077", "127.0.0.1:0", "127.9.9.9:1", "localhost:7077", "[::1]:7077"]
 OTHERS = ["0.0.0.0:7077", "[::]:7077", "10.0.0.1:7077", "db1.example.com:7077", "0:7077", "localhost.example.com:1"]
@@ -45,3 +47,11 @@ def test_w5_connections_leave_descriptors_to_the_files_of_the_hub(soft: int, har
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == found
     assert ("ulimit" in done.stderr) == (hard == 256), "the operator is told of a limit that is too low"
+
+
+def test_a_directory_that_is_not_there_is_named_as_the_command_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_here(monkeypatch, capsys, ("serve", str(tmp_path / "none"))).unwrapped()
+    assert done.code != 0
+    assert "correct DIRECTORY" in done.errors

@@ -153,7 +153,8 @@ class Gate:
         driver = None if capability is None else self._tokens.by_id.get(capability.token)
         if capability is None or driver is None or driver.is_expired(self._wall_time()):
             raise unauthenticated()
-        names = {id: self._names.topic(id) for id in (*capability.read, *capability.stage)}
+        known = self._names.once()
+        names = {id: known.topic(id) for id in (*capability.read, *capability.stage)}
         if not within(capability, driver.grants, names):
             raise unauthenticated()
         return Caller(capability.grants_of(driver.grants), driver, capability)
@@ -166,7 +167,8 @@ class Gate:
         if caller.token is None or self._issuer is None:
             return None
         asked = Capability("asked", caller.token.id, 0.0, tuple(read), tuple(stage))
-        names = {id: self._names.topic(id) for id in (*read, *stage)}
+        known = self._names.once()
+        names = {id: known.topic(id) for id in (*read, *stage)}
         if caller.capability is not None or not within(asked, caller.grants, names):
             raise _not_permitted("capability.create")
         return self._issuer.create(asked, seconds, lease)
