@@ -74,7 +74,7 @@ class Grants:
         try:
             lease, was_attached = self._living(grant, secret)
             if is_renewed and not was_attached:
-                lease.renew()
+                lease = self._renewed(grant, lease, secret)
             yield lease
         finally:
             with self._lock:
@@ -99,6 +99,15 @@ class Grants:
         for grant in grants:
             if grant.lease is not None:
                 grant.lease.close()
+
+    def _renewed(self, grant: _Grant, lease: Lease, secret: str) -> Lease:
+        try:
+            lease.renew()
+        except LeaseExpired:
+            # By the deadline of this grant, perhaps, which is too early if the lease was renewed through another server
+            # since. Attaching asks the store, which does not revive a lease that has ended.
+            lease, _ = self._living(grant, secret)
+        return lease
 
     def _living(self, grant: _Grant, secret: str) -> tuple[Lease, bool]:
         """The lease of the grant, and whether it was attached to now, which renews it."""

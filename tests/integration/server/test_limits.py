@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -468,3 +469,27 @@ def test_a_scan_with_no_limit_to_speak_of_is_refused(channel: grpc.Channel, limi
         with pytest.raises(grpc.RpcError) as failed:
             act(channel, "registry.scan", prefix=prefix, limit=limit)
         assert isinstance(error_of(failed.value), InvalidArgument)
+
+
+def test_w2_a_lease_that_another_server_has_renewed_is_not_told_to_have_ended(hub: Hub, tmp_path: Path) -> None:
+    """The deadline that this server knows passes while it renews the lease, which lives on in the store."""
+    with pxrs.open(tmp_path / "hub") as second:
+        first, other = Grants(hub.registry, 10), Grants(second.registry, 10)
+        lease = first.take(1.5)
+        renew = lease.stored.renew
+
+        def slow() -> float:
+            while lease.alive:
+                with other.using(lease.secret, is_renewed=True):
+                    threading.Event().wait(0.1)
+            return renew()
+
+        lease.stored.renew = slow  # type: ignore[method-assign]
+        with first.using(lease.secret, is_renewed=True) as renewed:
+            assert renewed.alive
+        with first.using(lease.secret) as ended:
+            ended.end()
+        with pytest.raises(LeaseExpired), first.using(lease.secret, is_renewed=True):
+            pass
+        first.close()
+        other.close()
