@@ -79,7 +79,7 @@ def _delete_topic(served: Served, given: Given, at: float) -> Result:
 
 
 def _bounds(served: Served, given: Given, at: float) -> Result:
-    found = served.topic(given).bounds(given.wholes("partitions"))
+    found = served.topic(given).bounds(given.partitions())
     return {"bounds": [[partition, *bounds] for partition, bounds in found.items()]}
 
 

@@ -69,11 +69,14 @@ class Given:
         return value
 
     def wholes(self, name: str) -> list[int]:
-        """Each once: what is done for each may take its time."""
         found = self._get(name, list, "a list of integers")
         if not all(type(each) is int for each in found):
             raise InvalidArgument(f"{self.call}: {name} is not a list of integers")
-        return list(dict.fromkeys(found))
+        return list(found)
+
+    def partitions(self) -> list[int]:
+        """The argument `partitions`, each once: what is done for each may take its time."""
+        return list(dict.fromkeys(self.wholes("partitions")))
 
     def texts(self, name: str) -> list[str]:
         found = self._get(name, list, "a list of texts", [])

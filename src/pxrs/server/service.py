@@ -217,6 +217,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await _abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
+            except grpc.aio.InternalError:  # the client is gone: gRPC could send nothing to it
+                raise asyncio.CancelledError from None
             except Exception:
                 if context.cancelled() or context.done():  # the client is gone, so nothing could be sent to it
                     raise asyncio.CancelledError from None

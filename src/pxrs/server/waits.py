@@ -144,4 +144,4 @@ class Waits:
 
     def _subscribe(self, given: Given, number: int) -> Subscription:
         topic = self._served.permitted_topic(given)
-        return topic.subscribe(given.wholes("partitions"), functools.partial(self._note, number))
+        return topic.subscribe(given.partitions(), functools.partial(self._note, number))

@@ -19,7 +19,18 @@ from pxrs.server.auth import tokens
 from pxrs.server.serving import ServerSettings, serving
 from pxrs.server.settings import ServerLimits
 from tests.integration.server.conftest import Running
-from tests.integration.server.peer import CONTROL, HELLO, Sender, Streaming, connect, error_of, json_message, method
+from tests.integration.server.peer import (
+    CONTROL,
+    HELLO,
+    Sender,
+    Streaming,
+    connect,
+    error_of,
+    get,
+    json_message,
+    method,
+)
+from tests.integration.server.test_limits import SMALL_WINDOW, until
 
 METHODS = ("DoGet", "DoPut", "DoExchange", "DoAction", "ListActions", "ListFlights", "GetFlightInfo", "GetSchema")
 CHECK = method("Check", health.SERVICE)
@@ -124,3 +135,20 @@ class _Silent(Streaming):
     def __init__(self, channel: grpc.Channel) -> None:
         self.sender = Sender()
         self.call = channel.stream_stream(CHECK)(iter(self.sender), timeout=20)
+
+
+def test_a_client_that_cancels_its_reads_does_not_fill_the_log_of_the_server(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    running.hub.create_topic("t", partitions=1)
+    with running.hub.producer("t") as out:
+        for _ in range(40):
+            out.send(bytes(500_000))
+    with connect(running.address, SMALL_WINDOW) as channel:
+        for _ in range(20):
+            read = get(channel, topic="t", partition=0, start=0, end=40)
+            next(read)
+            until(lambda: running.ask(lambda server: server.service.reading._sending))  # and waits for the client
+            read.cancel()
+        until(lambda: running.ask(lambda server: server.service.open) == 0)
+    assert not [each for each in caplog.records if each.name == "pxrs.server.service"]

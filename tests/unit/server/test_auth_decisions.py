@@ -440,6 +440,12 @@ def test_w5_a_commit_of_more_keys_than_any_store_takes_is_refused_before_it_is_d
     assert max(each.commit_keys_max for each in (file_registry.LIMITS, memory.LIMITS, sql_registry.LIMITS)) <= KEYS_MAX
 
 
+def test_w4_a_staged_file_of_another_topic_cannot_be_removed_under_the_name_of_ones_own() -> None:
+    for grants in (["topic:orders=write"], Grants((Grant("stage-name", "orders", "write"),))):
+        assert may(grants, "staging.remove", topic="orders", topic_id=ORDERS)
+        assert not may(grants, "staging.remove", topic="orders", topic_id=SECRET_TOPIC)
+
+
 def test_a_taker_may_do_what_looking_after_its_queues_needs() -> None:
     for prefix in ("deleted/", "outcomes/", "takers/", "queues/", f"items/{MAIL}/inflight/", f"items/{MAIL}/"):
         assert may(WORKER, "registry.scan", prefix=prefix), prefix

@@ -83,6 +83,13 @@ def _stage(*actions: str) -> Decision:
     return decide
 
 
+def _remove(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    """As `_stage`; the call uses the id alone, so it must not be that of another topic than the named one. The topic
+    may be deleted meanwhile."""
+    id = _text(call, arguments, "topic_id")
+    return _stage("write")(grants, names, call, arguments) and names.topic(id) in (None, arguments["topic"])
+
+
 def _announce(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
     """A feed says what a batch reads: needs the permission to read that topic."""
     try:
@@ -189,7 +196,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "staging.read": _topic("write"),
     "staging.make_durable": _topic_id("write"),
     "staging.publish": _topic("write"),
-    "staging.remove": _stage("write"),
+    "staging.remove": _remove,
     "staging.clear": _topic_id("write"),
     "staging.forget_query": _topic_id("write"),
     "staging.sweep": _topic_id("write"),
