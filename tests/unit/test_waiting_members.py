@@ -129,4 +129,4 @@ def test_w6_fifty_waiting_consumers_have_no_more_threads_and_descriptors_than_fi
                 assert [each.result(60.0) for each in polls] == [1] * count
     few, many = costs
     assert many[0] == few[0]
-    assert many[1] == few[1]
+    assert many[1] <= few[1], "fewer: what earlier tests have left may be closed meanwhile"
