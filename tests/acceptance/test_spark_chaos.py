@@ -1,7 +1,7 @@
 """A query from topic to topic whose driver and executors are killed at random, on every registry.
 
-`make test` kills a driver, with the registry that the seed chooses; SEED= chooses it again. `make soak` kills more often,
-on every registry, and has a standalone master and worker too.
+`make test` kills a driver, with the registry that the seed chooses; SEED= chooses it again. `make soak` kills more
+often, on every registry, and has a standalone master and worker too.
 
 A second test has the hub behind a server, and executors that never open the hub's directory. All three are killed.
 """
