@@ -70,6 +70,7 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.groups
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark
+	$(BIN)/python -m benchmarks.serve
 
 # setuptools copies what it finds in build/ into the wheel, also modules that were deleted since: it begins empty.
 wheel: $(MADE) ## Build dist/pxrs-VERSION-py3-none-any.whl
