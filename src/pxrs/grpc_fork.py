@@ -12,6 +12,8 @@ every module of pxrs that uses gRPC imports this one first.
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import os
 
@@ -43,6 +45,14 @@ def check(what: str) -> None:
             f"{what}: this process was forked from one that uses gRPC, which cannot go on from there: start processes "
             "by 'spawn' or 'forkserver', or fork before the first registry on etcd or hub of `pxrs serve` is opened"
         )
+
+
+@functools.cache
+def freeze_in_children() -> None:
+    """From now on, forked children of this process do not collect the garbage that they inherit. A server of `grpc.aio`
+    that the parent has stopped may be part of it. Its finalizer waits for a thread that only the parent has, so the
+    child would never go on."""
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 import_grpc()

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import grpc
 
+from pxrs import grpc_fork
 from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
 from pxrs.remote import wire
@@ -64,6 +65,7 @@ class Server:
     """One running server. Belongs to the event loop that started it. The hub belongs to the caller."""
 
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
+        grpc_fork.freeze_in_children()
         self._settings = settings
         self.pools = Pools(settings.limits)
         gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get), issuer=Issuer(lambda: hub.registry))
