@@ -27,9 +27,22 @@ from pxrs.errors import InvalidUrl, MissingDependency
 from pxrs.registry.address import Address, parse
 from pxrs.registry.contract import ABSENT, Entry, Limits, Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.values import SqlPlace
 from pxrs.registry.watch import Watch
 
-__all__ = ["ABSENT", "ENTRY_POINTS", "SCHEMES", "Entry", "Lease", "Limits", "Registry", "Watch", "open", "schemes"]
+__all__ = [
+    "ABSENT",
+    "ENTRY_POINTS",
+    "SCHEMES",
+    "Entry",
+    "Lease",
+    "Limits",
+    "Registry",
+    "SqlPlace",
+    "Watch",
+    "open",
+    "schemes",
+]
 
 ENTRY_POINTS: Final = "pxrs.registries"
 """The group of entry points by which installed packages add schemes."""
