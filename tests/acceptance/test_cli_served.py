@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -318,7 +319,9 @@ def test_an_error_of_tls_is_one_line_and_nothing_of_grpcs_own(hub: Hub, tmp_path
     pair = ours.server_key.read_bytes(), ours.server_cert.read_bytes()
     with serving(hub, ServerSettings(credentials=grpc.ssl_server_credentials([pair]))) as at:
         environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-        ran = forked.run_text("pxrs.cli", ("topic", "list", "--at", f"{at}?ca_file={theirs.ca}"), env=environment)
+        # A new interpreter: gRPC reads the variable when it is first used, perhaps before this process was forked.
+        command = [sys.executable, "-m", "pxrs.cli", "topic", "list", "--at", f"{at}?ca_file={theirs.ca}"]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 1
     assert len(ran.stderr.splitlines()) == 1, ran.stderr
     assert "is not trusted" in ran.stderr

@@ -23,7 +23,3 @@ The event loop of one thread owns all streams. What may block (files, registries
 leases have a pool of their own, so that they never wait behind other calls (W6). The server keeps nothing that its
 death would lose: leases are in the registry, positions are the clients' (W2).
 """
-
-from __future__ import annotations
-
-from pxrs import grpc_fork  # noqa: F401 - first: it imports gRPC in its own way

@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pxrs import grpc_fork  # first: it imports gRPC in its own way
+
+# isort: split
 import grpc
 
-from pxrs import grpc_fork
 from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
 from pxrs.remote import wire
