@@ -16,6 +16,7 @@ from pxrs.cli.options import RegistryUrl, is_server, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.errors import InvalidArgument, MissingDependency
 from pxrs.hub import Hub
+from pxrs.server.settings import ServerLimits
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 LISTEN_DEFAULT: Final = "127.0.0.1:7077"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _BYTES: Final = 1 << 20
+_DEFAULTS: Final = ServerLimits()
 
 
 def serve(
@@ -56,25 +58,25 @@ def serve(
     ] = None,
     threads: Annotated[
         int, typer.Option("--threads", min=1, max=1_000, help="How many calls of the hub may run at a time.")
-    ] = 16,
+    ] = _DEFAULTS.threads,
     streams_max: Annotated[
         int, typer.Option("--streams-max", min=1, help="How many streams of all clients may be open at a time.")
-    ] = 4_000,
+    ] = _DEFAULTS.streams_max,
     calls_max: Annotated[
         int, typer.Option("--calls-max", min=1, help="How many calls of one client may be unanswered.")
-    ] = 256,
+    ] = _DEFAULTS.calls_max,
     watches_max: Annotated[
         int, typer.Option("--watches-max", min=1, help="How many watches of the registry one client may have.")
-    ] = 1_000,
+    ] = _DEFAULTS.watches_max,
     subscriptions_max: Annotated[
         int, typer.Option("--subscriptions-max", min=1, help="How many waiting reads of topics one client may have.")
-    ] = 10_000,
+    ] = _DEFAULTS.subscriptions_max,
     append_mb_max: Annotated[
         int, typer.Option("--append-mb-max", min=1, help="How much of all clients may be received and not stored yet.")
-    ] = 256,
+    ] = _DEFAULTS.append_bytes_max // _BYTES,
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
-    ] = 10.0,
+    ] = _DEFAULTS.drain_s,
     limit: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,7 +93,6 @@ def serve(
     try:
         from pxrs.server.descriptors import connections_within
         from pxrs.server.serving import ServerSettings
-        from pxrs.server.settings import ServerLimits
     except ImportError as error:
         raise MissingDependency(
             f"pxrs serve needs {error.name}: pip install 'pxrs[remote]'", name=error.name
@@ -108,7 +109,7 @@ def serve(
         "threads": threads,
         "drain_s": drain_s,
     }
-    limits = with_limits(ServerLimits(), named, limit or ())
+    limits = with_limits(_DEFAULTS, named, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
     with open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub:

@@ -22,6 +22,8 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
+from pxrs.log.batch import SCHEMA
+
 SERVICE: Final = "arrow.flight.protocol.FlightService"
 _BODY_TAG: Final = b"\xc2\x3e"
 """Field 1000, length-delimited."""
@@ -130,6 +132,10 @@ def encapsulated(header: Bytes, body: Bytes) -> pa.Buffer:
     padding = -len(header) % 8
     parts = (_CONTINUATION, struct.pack("<i", len(header) + padding), header, b"\0" * padding, body)
     return pa.py_buffer(b"".join(parts))
+
+
+SCHEMA_HEADER: Final = bytes(ipc_message(SCHEMA.serialize())[0])
+"""The header of the first message of every stream of batches of topics: their schema."""
 
 
 def flight_data(message: FlightData) -> bytes:

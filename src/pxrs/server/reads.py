@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from pxrs.errors import Closed, InvalidArgument, OffsetOutOfRange, OffsetTrimmed, PxrsError, ServerBusy
-from pxrs.log.batch import SCHEMA, Batch
+from pxrs.log.batch import Batch
 from pxrs.log.contract import Fetched, TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
@@ -28,8 +28,7 @@ from pxrs.server.pools import Pools, run, take_error
 from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
 
-_SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
-SCHEMA_MESSAGE: Final = flight.flight_data(flight.FlightData(header=_SCHEMA_HEADER))
+SCHEMA_MESSAGE: Final = flight.flight_data(flight.FlightData(header=flight.SCHEMA_HEADER))
 """The first message of every stream of batches."""
 STEP_BYTES: Final = 4 << 20
 """About how many bytes of a range are read at a time."""

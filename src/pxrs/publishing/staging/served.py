@@ -40,7 +40,6 @@ SPOOL_BYTES: Final = 256 << 10
 PUBLISH_S_MAX: Final = 600.0
 """How long one call that publishes a batch may take. A longer one is made again: what is appended is not appended
 twice."""
-_SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
 
 
 class _Spooled(NamedTuple):
@@ -148,7 +147,7 @@ class ServedFile(NewFile):
     def _messages(self) -> Iterator[bytes]:
         """Called by gRPC, on a thread of its own."""
         command = wire.dumps({**self._place, "stage": self._place["query"], "task": self._task})
-        yield flight.flight_data(flight.FlightData(_SCHEMA_HEADER, command=command))
+        yield flight.flight_data(flight.FlightData(flight.SCHEMA_HEADER, command=command))
         for number, piece in enumerate(self._spool.pieces):
             about: dict[str, Any] = {"partition": piece.partition}
             if piece.codec:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import grpc
 
 from pxrs.errors import HubMoved, InvalidArgument, NotPermitted, NoWritePermission, ServerBusy, UnknownTopic
-from pxrs.log.batch import ANONYMOUS, SCHEMA
+from pxrs.log.batch import ANONYMOUS
 from pxrs.log.contract import Append
 from pxrs.model import CODECS
 from pxrs.remote import flight, wire
@@ -41,7 +41,6 @@ LOOK_S: Final = 0.5
 PART_BATCHES, PART_BYTES = 500, 64 << 20
 """How large one append of the wire becomes, unless one partition has more. A producer of a topic with many partitions
 has a batch of each, and a server refuses an append that is too large."""
-_SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
 
 
 def parts(appends: Sequence[Append], hello: Hello | None) -> list[list[int]]:
@@ -129,7 +128,7 @@ class PutStream:
 
     def _messages(self) -> Iterator[bytes]:
         """Called by gRPC, on a thread of its own."""
-        yield flight.flight_data(flight.FlightData(_SCHEMA_HEADER, command=self._command))
+        yield flight.flight_data(flight.FlightData(flight.SCHEMA_HEADER, command=self._command))
         while (batch := self._outbox.get()) is not None:
             self._taken += 1
             yield batch
