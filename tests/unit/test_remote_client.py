@@ -776,6 +776,7 @@ def test_an_idle_stream_that_the_server_has_ended_is_replaced(peer: Peer) -> Non
         assert appending.result() == [StoredAt(offset)]
         put.end()
         assert put.next_data() is None
+        eventually(lambda: not any(each.is_active for each in topic._session.connection().puts._idle))
     log.close()
 
 
