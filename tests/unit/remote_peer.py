@@ -66,8 +66,8 @@ class Stream:
     def answer(self, request: dict[str, Any], **result: Any) -> None:
         self.say(id=request["id"], result=result)
 
-    def put_result(self, **result: Any) -> None:
-        self._answers.put(flight.result(json.dumps(result).encode()))
+    def put_result(self, *outcomes: dict[str, Any]) -> None:
+        self._answers.put(flight.result(json.dumps({"outcomes": outcomes}).encode()))
 
     def cut(self, error: Exception | None = None) -> None:
         """End the stream: with this error of pxrs, or as if the connection had failed."""

@@ -661,14 +661,13 @@ def test_an_append_is_sent_as_one_and_answered_for_each_batch(peer: Peer) -> Non
     about = [put.next(), put.next()]
     origin = {"producer": uuid.UUID(int=7).hex, "epoch": 0, "sequence": 0}
     assert about == [{"partition": 1, **origin, "more": True}, {"partition": 2, **origin}]
-    put.put_result(offset=4)
     assert not appending.done()
-    put.put_result(offset=9, duplicate=True)
+    put.put_result({"offset": 4}, {"offset": 9, "duplicate": True})
     assert appending.result() == [StoredAt(4), StoredAt(9, is_duplicate=True)]
     again = aside(lambda: topic.append([append(sequence=1)]))
     assert put.next()["sequence"] == 1, "the stream is kept"
     error = {"code": "log.sequence-gap", "bases": ["log"], "message": "send 0 first"}
-    put.put_result(error=error, maybe=False)
+    put.put_result({"error": error, "maybe": False})
     (outcome,) = again.result()
     assert isinstance(outcome, NotStored)
     assert wire.error_of(error).args == outcome.error.args
@@ -686,15 +685,56 @@ def test_many_batches_are_sent_as_several_appends_and_each_partition_in_one(
     put.next_data()
     first = [put.next(), put.next()]
     assert [(each["partition"], each["sequence"], "more" in each) for each in first] == [(0, 0, True), (0, 1, False)]
-    put.put_result(offset=4)
-    put.put_result(offset=5)
-    second = [put.next(), put.next()]
-    assert [(each["partition"], "more" in each) for each in second] == [(1, True), (2, False)]
+    others = [put.next(), put.next(), put.next()]
+    assert [(each["partition"], "more" in each) for each in others] == [(1, True), (2, False), (3, False)], (
+        "they are sent before the first append is answered"
+    )
+    put.put_result({"offset": 4}, {"offset": 5})
+    put.put_result({"offset": 7}, {"offset": 8})
     put.cut()
     outcomes = appending.result()
-    assert [type(each) for each in outcomes] == [StoredAt, MaybeStored, StoredAt, MaybeStored, NotStored]
-    assert isinstance(outcomes[-1], NotStored)
-    assert isinstance(outcomes[-1].error, AppendFailed)
+    assert [type(each) for each in outcomes] == [StoredAt, StoredAt, StoredAt, StoredAt, MaybeStored]
+    log.close()
+
+
+def test_w1_appends_that_were_not_sent_when_the_stream_broke_are_known_not_to_be_stored(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer reads one message, so gRPC's flow control keeps the client from sending all of them."""
+    monkeypatch.setattr(appends_module, "PART_BATCHES", 1)
+    log, topic, _ = open_topic(peer)
+    batches = [
+        Append.encoded(0, records([bytes(1 << 20)]), Origin(uuid.UUID(int=7), 0, number)) for number in range(40)
+    ]
+    # Of one partition each, because batches of one partition are one append.
+    monkeypatch.setattr(topic, "partitions", len(batches))
+    appending = aside(lambda: topic.append([each._replace(partition=n) for n, each in enumerate(batches)]))
+    put = peer.puts.get(timeout=20)
+    put.next_data()
+    put.put_result({"offset": 4})
+    put.cut()
+    first, second, *_, last = appending.result()
+    assert first == StoredAt(4)
+    assert isinstance(second, MaybeStored)
+    assert isinstance(last, NotStored)
+    assert isinstance(last.error, AppendFailed)
+    assert not isinstance(last.error, AppendUnknown)
+    log.close()
+
+
+@pytest.mark.parametrize("outcomes", [[], [{"offset": 1}, {"offset": 2}], None])
+def test_w1_an_answer_of_the_wrong_length_proves_nothing(peer: Peer, outcomes: list[dict[str, int]] | None) -> None:
+    log, topic, _ = open_topic(peer)
+    appending = aside(lambda: topic.append([append()]))
+    put = peer.puts.get(timeout=20)
+    put.next_data()
+    put.next_data()
+    if outcomes is None:
+        put._answers.put(flight.result(b'{"offset": 4}'))
+    else:
+        put.put_result(*outcomes)
+    (outcome,) = appending.result()
+    assert isinstance(outcome, MaybeStored)
     log.close()
 
 
@@ -707,7 +747,7 @@ def test_w1_an_error_after_the_first_of_several_appends_hides_nothing_of_what_is
     put = peer.puts.get(timeout=20)
     for _ in range(2):
         put.next_data()
-    put.put_result(offset=4)
+    put.put_result({"offset": 4})
     put.next_data()
     put.cut(TopicDeleted("orders", TOPIC.id, is_made_again=False))
     stored, *refused = appending.result()
@@ -723,7 +763,6 @@ def test_w1_an_append_whose_answer_is_lost_may_be_stored_and_is_not_sent_again(p
     put.next_data()
     put.next_data()
     put.next_data()
-    put.put_result(offset=4)
     put.cut()
     for outcome in appending.result():
         assert isinstance(outcome, MaybeStored)
@@ -742,7 +781,7 @@ def test_an_append_waits_for_a_server_before_it_is_sent(peer: Peer, caplog: pyte
         put = next_peer.puts.get(timeout=20)
         put.next_data()
         put.next_data()
-        put.put_result(offset=4)
+        put.put_result({"offset": 4})
         assert appending.result() == [StoredAt(4)]
         log.close()
 
@@ -772,7 +811,7 @@ def test_an_idle_stream_that_the_server_has_ended_is_replaced(peer: Peer) -> Non
         put = peer.puts.get(timeout=20)
         put.next_data()
         put.next_data()
-        put.put_result(offset=offset)
+        put.put_result({"offset": offset})
         assert appending.result() == [StoredAt(offset)]
         put.end()
         assert put.next_data() is None

@@ -129,10 +129,10 @@ class Payload(NamedTuple):
         return _padded(HEADER_BYTES + self.data.size)
 
 
-class _Encoded(Payload):
-    """A payload that `encode` has made in this process. `check_encoded` accepts it without decoding it again, which
-    would cost a tenth of an append of one record. A copy that was altered or unpickled is a plain Payload, because
-    `encode` has not made those bytes here."""
+class _Checked(Payload):
+    """A payload that `encode` or `received_payload` has made in this process. `check_encoded` accepts it without
+    decoding it again, which would cost a tenth of an append of one record. A copy that was altered or unpickled is a
+    plain Payload, because those bytes were not checked here."""
 
     __slots__ = ()
 
@@ -192,7 +192,7 @@ def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
     if _padded(HEADER_BYTES + data.size) > FRAME_BYTES_MAX:
         raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
     first, last = _first_and_last(times)
-    return _Encoded(data, xxhash.xxh3_64_intdigest(data), records.num_rows, first, last, CODECS.index(codec))
+    return _Checked(data, xxhash.xxh3_64_intdigest(data), records.num_rows, first, last, CODECS.index(codec))
 
 
 def _first_and_last(times: pa.TimestampArray) -> tuple[int, int]:
@@ -208,14 +208,40 @@ def _first_and_last(times: pa.TimestampArray) -> tuple[int, int]:
     return found["min"].value, found["max"].value
 
 
+def received_payload(data: pa.Buffer, codec: int) -> Payload:
+    """The payload with these bytes, which came over a network. They are decoded and checked in full, whoever sent them,
+    and are stored as they came. Raises InvalidRecord."""
+    import pyarrow.compute as pc
+
+    try:
+        records = pa.ipc.read_record_batch(data, SCHEMA)
+        records.validate(full=True)
+    except (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError) as error:
+        raise InvalidRecord(f"the batch is no Arrow record batch of the log's columns: {str(error)[:500]}") from error
+    times = records.column("timestamp")
+    if not 0 < records.num_rows <= GAP_ROWS_MAX or times.null_count:
+        raise InvalidRecord("the batch is empty or has too many records, or a record has no timestamp")
+    headers = records.column("headers")
+    if headers.null_count < len(headers):  # `validate` does not look for nulls in columns that may have none
+        pairs = headers.flatten()
+        if pairs.null_count or pairs.field("key").null_count:
+            raise InvalidRecord("a header is null, or has no key")
+    bounds = pc.min_max(times.cast(pa.int64()))
+    first, last = bounds["min"].as_py(), bounds["max"].as_py()
+    payload = _Checked(data, xxhash.xxh3_64_intdigest(data), records.num_rows, first, last, codec)
+    if payload.frame_bytes > FRAME_BYTES_MAX:
+        raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
+    return payload
+
+
 def check_encoded(payload: Payload) -> None:
     """Check a payload that another process has encoded, before it is stored. Raises InvalidRecord.
 
     A frame that cannot be decoded would stop every reader at its offset. So an uncompressed payload is decoded, which
     copies nothing, and its rows are counted. A compressed payload is not decompressed, because that costs about as much
     as the whole append: its checksum and its outer form are checked, and each reader checks the rest. A payload that
-    `encode` has made in this process needs no check."""
-    if type(payload) is _Encoded:
+    `encode` or `received_payload` has made in this process needs no check."""
+    if type(payload) is _Checked:
         return
     size = payload.data.size
     if not 0 < payload.rows <= GAP_ROWS_MAX or not 0 <= payload.codec < len(CODECS):

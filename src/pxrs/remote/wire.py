@@ -29,12 +29,12 @@ ERROR_TEXT_MAX: Final = 4096
 
 
 def dumps(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _encode(value).encode()
 
 
 def loads(data: bytes | memoryview) -> dict[str, Any]:
     """Raises ValueError if it is not one JSON object, and RecursionError if it is nested too deeply."""
-    found = json.loads(bytes(data), parse_constant=_refuse)
+    found = _decode(bytes(data).decode())
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
@@ -42,6 +42,11 @@ def loads(data: bytes | memoryview) -> dict[str, Any]:
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
+
+
+# Made once: `json.dumps` and `json.loads` make a new one for each call with options.
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode
+_decode: Final = json.JSONDecoder(parse_constant=_refuse).decode
 
 
 def text_of(value: bytes) -> str:

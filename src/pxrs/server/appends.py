@@ -1,12 +1,13 @@
 """`DoPut`: batches into a topic. Each append is answered when it is durable (W1).
 
 An append is the batches of a stream up to the first one without `more`. The server stores an append only when it has
-answered the one before it; meanwhile it receives one message, and gRPC's buffers hold what else comes. What all streams
-hold together is bounded by `append_bytes_max`: a stream waits until others are stored, and its client is slowed down by
-gRPC's flow control. A stream that holds the beginning of an append must get the rest of it within `append_rest_s`: all
-others may wait for the room that it takes.
+answered the one before it; meanwhile it receives the next one, if there is room, and gRPC's buffers hold what else
+comes. What all streams hold together is bounded by `append_bytes_max`: a stream waits until others are stored, and its
+client is slowed down by gRPC's flow control. A stream that holds the beginning of an append must get the rest of it
+within `append_rest_s`: all others may wait for the room that it takes.
 
 A stream that ends with an error of pxrs has stored nothing of the appends that it has not answered. Clients rely on it.
+So a stream whose client does not take an answer ends without such an error (`Stalled`).
 
 Nothing that a client sends is trusted (a frame that cannot be decoded would stop every reader at its offset): each
 batch is decoded and fully validated before it is stored. Its bytes are stored as they came.
@@ -17,25 +18,26 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, Final, NamedTuple
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import xxhash
 
 from pxrs.errors import Closed, InvalidRecord, PxrsError, ServerBusy
-from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin, Payload
+from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin, received_payload
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
 from pxrs.server.given import Given
 from pxrs.server.layout import Layout, read_layout
-from pxrs.server.pools import Pools, run, take_error
-from pxrs.server.served import Send, Served
+from pxrs.server.pools import Pools, run
+from pxrs.server.served import Send, Served, Stalled
 from pxrs.server.settings import ServerLimits
 
+T = TypeVar("T")
 ABOUT_BYTES_MAX: Final = 4096
 """How long the JSON that comes with a batch may be."""
 _EPOCH_MAX: Final = (1 << 32) - 1
@@ -61,7 +63,7 @@ class Received(NamedTuple):
         since = self.about.whole_or_none("since")
         if since is not None and since < 0:
             raise InvalidRecord("since is an offset, which is not negative")
-        payload = _payload(self.message, self.layout)
+        payload = received_payload(flight.encapsulated(self.message.header, self.message.body), self.layout.codec)
         return Append(self.about.whole("partition"), payload, _origin(self.about), since)
 
 
@@ -96,39 +98,26 @@ def _origin(given: Given) -> Origin:
     return Origin(identity, epoch, sequence)
 
 
-def _payload(message: flight.FlightData, layout: Layout) -> Payload:
-    data = flight.encapsulated(message.header, message.body)
-    try:
-        records = pa.ipc.read_record_batch(data, SCHEMA)
-        records.validate(full=True)
-    except _INVALID as error:
-        raise InvalidRecord(f"the batch is no Arrow record batch of the log's columns: {str(error)[:500]}") from error
-    times = records.column("timestamp")
-    if not records.num_rows or times.null_count:
-        raise InvalidRecord("the batch is empty, or a record has no timestamp")
-    _check_headers(records.column("headers"))
-    bounds = pc.min_max(times.cast(pa.int64())).as_py()
-    return Payload(data, xxhash.xxh3_64_intdigest(data), records.num_rows, bounds["min"], bounds["max"], layout.codec)
+def encode_outcomes(outcomes: Sequence[Outcome]) -> bytes:
+    """The `PutResult` of one append: the outcome of each of its batches."""
+    return flight.result(wire.dumps({"outcomes": [_outcome_to_dict(each) for each in outcomes]}))
 
 
-def _check_headers(headers: pa.ListArray) -> None:
-    """`validate` does not look for nulls in columns that may have none."""
-    if headers.null_count == len(headers):
-        return
-    pairs = headers.flatten()
-    if pairs.null_count or pairs.field("key").null_count:
-        raise InvalidRecord("a header is null, or has no key")
-
-
-def encode_outcome(outcome: Outcome) -> bytes:
-    """The `PutResult` of one batch."""
-    found: dict[str, Any]
+def _outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, StoredAt):
-        found = {"offset": outcome.offset, **({"duplicate": True} if outcome.is_duplicate else {})}
-    else:
-        error = outcome.error
-        found = {"error": wire.any_error_to_dict(error), "maybe": isinstance(outcome, MaybeStored)}
-    return flight.result(wire.dumps(found))
+        return {"offset": outcome.offset, **({"duplicate": True} if outcome.is_duplicate else {})}
+    return {"error": wire.any_error_to_dict(outcome.error), "maybe": isinstance(outcome, MaybeStored)}
+
+
+@dataclass(slots=True)
+class _Group:
+    """The batches of one append, as they come."""
+
+    batches: list[Received] = field(default_factory=list)
+    taken: int = 0
+    """How many bytes of the budget it holds."""
+    decoded: int = 0
+    """How many bytes its largest batch has once decompressed: the batches are decoded one after another."""
 
 
 class AppendStream:
@@ -147,8 +136,9 @@ class AppendStream:
         """Whether the stream waits for a message of the client, and so may be ended."""
         self._why: PxrsError | None = None
         """Why the server ends the stream."""
-        self._ahead: asyncio.Future[bytes | None] | None = None
-        """The next message, which is received while an append is stored."""
+        self._is_stored = asyncio.Event()
+        """Whether no append is being stored now."""
+        self._is_stored.set()
 
     may_end = True
     """An append that is under way is answered before the stream ends."""
@@ -179,44 +169,94 @@ class AppendStream:
         that is deleted, the log refuses each append."""
         topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
         store = functools.partial(_store, self._served, given, topic)
-        group: list[Received] = []
-        taken = decoded = 0
+        group: _Group | None = None
+        ahead = asyncio.ensure_future(self._receive(messages))
         try:
-            while (message := await self._next(messages, is_rest=bool(group))) is not None:
-                received = receive(message, self._limits.append_decoded_bytes_max)
-                group.append(received)
-                if len(group) > self._limits.append_batches_max:
-                    raise InvalidRecord(
-                        f"an append may have {self._limits.append_batches_max:,} batches; send fewer with `more`"
-                    )
-                # The batches are decoded one after another.
-                size = len(message) + max(0, received.layout.decoded_bytes - decoded)
-                decoded = max(decoded, received.layout.decoded_bytes)
-                if len(group) > 1 and taken + size > self._limits.append_bytes_max:  # it would wait for itself
-                    raise InvalidRecord(
-                        f"an append may have {self._limits.append_bytes_max:,} bytes, decompressed ones counted; send "
-                        "fewer batches with `more`, or smaller ones"
-                    )
-                # A stream that holds the beginning of an append must not wait for ever: all others may do the same.
-                rest_s = self._limits.append_rest_s if len(group) > 1 else None
-                taken += await self._budget.take(size, rest_s)
-                if received.has_more:
-                    continue
-                if self._budget.has_room(size):  # the next batch comes while this one is stored
-                    self._ahead = asyncio.ensure_future(_received(messages))
-                outcomes = await run(self._pools.data, functools.partial(store, group))
-                # Before the answers are sent: a client that does not read them must not hold room.
-                self._budget.give_back(taken)
-                group, taken, decoded = [], 0, 0
-                for outcome in outcomes:
-                    await send(encode_outcome(outcome))
-            if group:
-                raise InvalidRecord("the stream ended after a batch with `more`; nothing of this append was stored")
+            while (group := await self._unless_ended(ahead)) is not None:
+                self._is_stored.clear()
+                ahead = asyncio.ensure_future(self._receive(messages))  # the next append comes while this one is stored
+                outcomes = await run(self._pools.data, functools.partial(store, group.batches))
+                # Before the answer is sent: a client that does not read it must not hold room.
+                self._give_back(group)
+                self._is_stored.set()
+                await self._answer(outcomes, send)
         finally:
-            self._budget.give_back(taken)
-            if self._ahead is not None:
-                self._ahead.cancel()
-                self._ahead.add_done_callback(take_error)
+            self._give_back(group)
+            ahead.cancel()
+            ahead.add_done_callback(self._drop)
+
+    async def _answer(self, outcomes: Sequence[Outcome], send: Send) -> None:
+        """Raises Stalled if the client does not take the answer: what was received ahead takes room meanwhile."""
+        try:
+            async with asyncio.timeout(self._limits.append_rest_s):
+                await send(encode_outcomes(outcomes))
+        except TimeoutError:
+            raise Stalled(f"the answer to an append was not taken within {self._limits.append_rest_s:g} s") from None
+
+    async def _receive(self, messages: AsyncIterator[bytes]) -> _Group | None:
+        """The batches of the next append; None if the client has ended the stream."""
+        message = await anext(messages, None)
+        if message is None:
+            return None
+        group = _Group()
+        try:
+            if await self._add(group, message):
+                async with self._in_time():
+                    while await self._add(group, await anext(messages, None)):
+                        pass
+        except BaseException:
+            self._give_back(group)
+            raise
+        return group
+
+    async def _add(self, group: _Group, message: bytes | None) -> bool:
+        """Add a batch to the group. Returns whether another one follows."""
+        if message is None:
+            raise InvalidRecord("the stream ended after a batch with `more`; nothing of this append was stored")
+        received = receive(message, self._limits.append_decoded_bytes_max)
+        group.batches.append(received)
+        await self._take_room(group, len(message), received.layout.decoded_bytes)
+        return received.has_more
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Within it, the rest of what a client has begun to send is received. It must not take for ever, because other
+        streams may wait for the room that the beginning takes."""
+        try:
+            async with asyncio.timeout(self._limits.append_rest_s):
+                yield
+        except TimeoutError:
+            raise ServerBusy(
+                f"the rest of an append did not come within {self._limits.append_rest_s:g} s, or there was no room for "
+                "it; nothing of it was stored"
+            ) from None
+
+    async def _take_room(self, group: _Group, size: int, decoded: int) -> None:
+        """Take room for the batch that has come as the last of the group. Raises InvalidRecord, ServerBusy."""
+        limits, is_first = self._limits, len(group.batches) == 1
+        if len(group.batches) > limits.append_batches_max:
+            raise InvalidRecord(f"an append may have {limits.append_batches_max:,} batches; send fewer with `more`")
+        size += max(0, decoded - group.decoded)
+        group.decoded = max(decoded, group.decoded)
+        if not is_first and group.taken + size > limits.append_bytes_max:  # it would wait for itself
+            raise InvalidRecord(
+                f"an append may have {limits.append_bytes_max:,} bytes, decompressed ones counted; send fewer batches "
+                "with `more`, or smaller ones"
+            )
+        if not self._budget.has_room(size):
+            # Receiving ahead must not use up what other streams need for the append that they have begun.
+            await self._is_stored.wait()
+        group.taken += await self._budget.take(size)
+
+    def _give_back(self, group: _Group | None) -> None:
+        if group is not None:
+            self._budget.give_back(group.taken)
+            group.taken = 0
+
+    def _drop(self, ahead: asyncio.Future[_Group | None]) -> None:
+        """A callback: what was received ahead is not stored."""
+        if not ahead.cancelled() and ahead.exception() is None:
+            self._give_back(ahead.result())
 
     def _begin(self, message: bytes | None) -> Given:
         """Check the first message. Returns what its descriptor says."""
@@ -231,24 +271,18 @@ class AppendStream:
         _check_schema(first)
         return Given("DoPut", about)
 
-    async def _next(self, messages: AsyncIterator[bytes], *, is_rest: bool = False) -> bytes | None:
-        """The next message; None if the client has ended the stream.
+    async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
+        """The next message; None if the client has ended the stream. `end` may end the wait."""
+        return await self._unless_ended(asyncio.ensure_future(_message(messages)))
 
-        is_rest: whether the message belongs to an append that has begun"""
+    async def _unless_ended(self, coming: asyncio.Future[T]) -> T:
+        """Wait for what comes from the client. Raises the error of `end`, which may end the wait."""
         if self._why is not None:
+            coming.cancel()
             raise self._why
         self._is_waiting = True
         try:
-            async with asyncio.timeout(self._limits.append_rest_s if is_rest else None):
-                if self._ahead is None:
-                    return await anext(messages, None)
-                message = await self._ahead
-                self._ahead = None
-                return message
-        except TimeoutError:
-            raise ServerBusy(
-                f"the rest of an append did not come within {self._limits.append_rest_s:g} s; nothing of it was stored"
-            ) from None
+            return await coming
         except asyncio.CancelledError:
             if self._why is None or self._task is None:
                 raise
@@ -258,7 +292,7 @@ class AppendStream:
             self._is_waiting = False
 
 
-async def _received(messages: AsyncIterator[bytes]) -> bytes | None:
+async def _message(messages: AsyncIterator[bytes]) -> bytes | None:
     return await anext(messages, None)
 
 

@@ -20,6 +20,11 @@ Send = Callable[[bytes], Awaitable[None]]
 """Sends one message to the client, as fast as the client reads."""
 
 
+class Stalled(Exception):
+    """A client does not take what the server sends. It ends the stream without an error of pxrs, which would say that
+    nothing was done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """What the server stands in front of, for one caller."""

@@ -48,7 +48,7 @@ from pxrs.server.control import ControlStream
 from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
 from pxrs.server.reads import ReadStream, Room
-from pxrs.server.served import Served
+from pxrs.server.served import Served, Stalled
 from pxrs.server.settings import ServerLimits
 from pxrs.server.staging import PutStream, StagedReadStream, is_staged
 
@@ -215,6 +215,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     await method(served, messages, context)
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
+            except Stalled as error:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except grpc.aio.InternalError:  # the client is gone: gRPC could send nothing to it

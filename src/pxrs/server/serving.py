@@ -24,6 +24,7 @@ import grpc
 from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
 from pxrs.remote import wire
+from pxrs.remote.heap import keep_freed_blocks
 from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.issuing import Issuer
 from pxrs.server.auth.names import HubNames
@@ -68,6 +69,7 @@ class Server:
 
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         grpc_fork.freeze_in_children()
+        keep_freed_blocks()
         self._settings = settings
         self.pools = Pools(settings.limits)
         gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get), issuer=Issuer(lambda: hub.registry))

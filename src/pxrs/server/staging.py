@@ -242,8 +242,12 @@ class PutStream(AppendStream):
         upload = _Upload(topic, lambda: staging.create(topic.topic, query, batch, task))
         is_finished = False
         try:
-            # A client sends its file at once: one that stops in the middle must not hold it for ever.
-            while (message := await self._next(messages, is_rest=True)) is not None:
+            while True:
+                # A client sends its file at once: one that stops in the middle must not hold it for ever.
+                async with self._in_time():
+                    message = await self._next(messages)
+                if message is None:
+                    break
                 data = flight.read_flight_data(message)
                 if not len(data.header):
                     found = await run(pool, functools.partial(upload.finish, data))

@@ -153,6 +153,7 @@ class Put(Streaming):
 
     def __init__(self, channel: grpc.Channel, topic: str, **about: Any) -> None:
         super().__init__(channel, "DoPut")
+        self._outcomes: list[dict[str, Any]] = []
         command = json.dumps({"topic": topic, **about}).encode()
         self.sender.put(flight.flight_data(flight.FlightData(SCHEMA_HEADER, command=command)))
 
@@ -160,7 +161,10 @@ class Put(Streaming):
         self.sender.put(batch_message(data, partition=partition, **about))
 
     def outcome(self) -> dict[str, Any]:
-        return dict(json.loads(flight.read_result(self.receive())))
+        """The outcome of the next batch."""
+        if not self._outcomes:
+            self._outcomes += json.loads(flight.read_result(self.receive()))["outcomes"]
+        return self._outcomes.pop(0)
 
 
 def batch_message(data: pa.Buffer | bytes, **about: Any) -> bytes:

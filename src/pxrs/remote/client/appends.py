@@ -1,13 +1,14 @@
 """Appends: batches go out on a stream of `DoPut`, and each is answered when it is durable (W1).
 
-A stream is used by one thread at a time, for one append, and is kept for the next one. All batches of an append are
-sent, then all answers are read. Nothing is ever resent here. What a failure proves:
+A stream is used by one thread at a time and is kept for the next one. Many batches are sent as several appends of the
+wire, the parts, one after another without a wait for the answers: the server stores one part while the next one comes.
+Nothing is ever resent here. What a failure proves of the parts that have no answer:
 
-| when the stream fails | what is known of the batches |
+| when the stream fails | what is known of a part |
 |---|---|
-| before gRPC has taken one of them | none was sent: another stream is tried, while there is time |
-| the server has ended it with an error of `CERTAIN` | none is stored: it decides that before it stores an append |
-| otherwise, as when the token was revoked meanwhile | nothing: each of them may be stored |
+| before gRPC has taken a batch of it | it was not sent |
+| the server has ended the stream with an error of `CERTAIN` | it is not stored: the server decides before it stores |
+| otherwise, as when the token was revoked meanwhile | nothing: each of its batches may be stored |
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
 
 import grpc
 
@@ -38,9 +39,9 @@ CERTAIN: Final = (InvalidArgument, UnknownTopic, HubMoved, NoWritePermission, No
 """Errors that end a stream of appends before the append that is under way is stored."""
 LOOK_S: Final = 0.5
 """How often the streams whose time is over are ended."""
-PART_BATCHES, PART_BYTES = 500, 64 << 20
-"""How large one append of the wire becomes, unless one partition has more. A producer of a topic with many partitions
-has a batch of each, and a server refuses an append that is too large."""
+PART_BATCHES, PART_BYTES = 500, 4 << 20
+"""How large one append of the wire becomes, unless one partition has more. Smaller parts are synced to disk more often;
+larger ones let the server wait longer before it begins to store."""
 
 
 def parts(appends: Sequence[Append], hello: Hello | None) -> list[list[int]]:
@@ -65,6 +66,17 @@ def parts(appends: Sequence[Append], hello: Hello | None) -> list[list[int]]:
     return found
 
 
+class Sent(NamedTuple):
+    """What became of the parts that were sent together."""
+
+    answers: list[list[dict[str, Any]]]
+    """The answers to the first parts: the outcome of each batch."""
+    error: Exception | None = None
+    """Why the other parts have no answer: an error of `CERTAIN`, or Unanswered."""
+    reached: int = 0
+    """With Unanswered: how many of the first parts may have reached the server."""
+
+
 def encoded(append: Append, *, has_more: bool) -> bytes:
     """One batch as a message. Its bytes are those that the log will store."""
     about: dict[str, Any] = {"partition": append.partition}
@@ -87,7 +99,8 @@ class PutStream:
     def __init__(self, channel: Channel, topic: str, topic_id: str) -> None:
         """Raises Unanswered if the channel was closed."""
         self.channel, self.topic_id = channel, topic_id
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[Append, bool] | None] = queue.SimpleQueue()
+        """Batches, and whether another one of the same part follows."""
         self._taken = 0
         """How many batches gRPC's thread has taken: those may have been sent."""
         self._command = wire.dumps({"topic": topic, "topic_id": topic_id})
@@ -100,26 +113,37 @@ class PutStream:
     def is_active(self) -> bool:
         return bool(self.call.is_active())
 
-    def append(self, batches: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Send the batches, and return the answer to each. Raises an error of `CERTAIN` with which the server has ended
-        the stream, and Unanswered. After an error the stream must not be used again."""
+    def append(self, parts: Sequence[Sequence[Append]], progress: Callable[[], None]) -> Sent:
+        """Send the parts, and wait for the answer to each. progress: is called after each answer. After an error the
+        stream must not be used again."""
         before = self._taken
-        for batch in batches:
-            self._outbox.put(batch)
+        for part in parts:
+            for number, append in enumerate(part, 1):
+                self._outbox.put((append, number < len(part)))
+        answers: list[list[dict[str, Any]]] = []
         try:
-            return [wire.loads(flight.read_result(next(self.call))) for _ in batches]
+            for part in parts:
+                found = wire.loads(flight.read_result(next(self.call)))["outcomes"]
+                if len(found) != len(part):
+                    raise ValueError(f"{len(found)} outcomes of {len(part)} batches")
+                answers.append(found)
+                progress()
+            return Sent(answers)
         except grpc.RpcError as failure:
             error = error_in(failure)
             if isinstance(error, CERTAIN):
-                raise error from None
-            text = f"{self.channel.target}: {error or text_of(failure)}"
+                return Sent(answers, error)
+            text = f"{error or text_of(failure)}"
         except StopIteration:
-            text = f"{self.channel.target}: the server has ended the stream"
-        except (ValueError, flight.MalformedMessage) as error:
+            text = "the server has ended the stream"
+        except (KeyError, TypeError, ValueError, flight.MalformedMessage) as error:
             # The call has not ended, so gRPC may take and send a batch at this moment.
-            raise Unanswered(f"{self.channel.target}: an answer cannot be read: {error}", was_sent=True) from error
+            unreadable = Unanswered(f"{self.channel.target}: an answer cannot be read: {error}", was_sent=True)
+            return Sent(answers, unreadable, len(parts))
         # The call has ended: what gRPC takes from now on is not sent.
-        raise Unanswered(text, was_sent=self._taken > before)
+        starts = accumulate((len(part) for part in parts), initial=before)
+        reached = sum(self._taken > start for start, _ in zip(starts, parts, strict=False))
+        return Sent(answers, Unanswered(f"{self.channel.target}: {text}", was_sent=reached > 0), reached)
 
     def end(self) -> None:
         """Idempotent."""
@@ -127,11 +151,12 @@ class PutStream:
         self._outbox.put(None)
 
     def _messages(self) -> Iterator[bytes]:
-        """Called by gRPC, on a thread of its own."""
+        """Called by gRPC, on a thread of its own. A batch is copied into a message only when gRPC can send it."""
         yield flight.flight_data(flight.FlightData(flight.SCHEMA_HEADER, command=self._command))
-        while (batch := self._outbox.get()) is not None:
+        while (item := self._outbox.get()) is not None:
+            append, has_more = item
             self._taken += 1
-            yield batch
+            yield encoded(append, has_more=has_more)
 
 
 class PutStreams:
@@ -148,11 +173,31 @@ class PutStreams:
         self._is_closed = False
 
     def append(
-        self, channel: Channel, topic: str, topic_id: str, batches: Sequence[bytes], timeout_s: float
-    ) -> list[dict[str, Any]]:
-        """Send one append. See `PutStream.append`."""
-        with self._taken(channel, topic, topic_id, timeout_s) as stream:
-            return stream.append(batches)
+        self, channel: Channel, topic: str, topic_id: str, parts: Sequence[Sequence[Append]], timeout_s: float
+    ) -> Sent:
+        """Send the parts on a stream, and wait for the answers, for each no longer than this after the one before it.
+        Raises Unanswered if there can be no stream."""
+        stream = self._idle_one(channel, topic_id) or PutStream(channel, topic, topic_id)
+        sent: Sent | None = None
+        try:
+            self._watchdog.need()
+            try:
+                with self._lock:
+                    if self._is_closed:
+                        raise Unanswered(f"{channel.target}: the connection was closed", was_sent=False)
+                    self._limits[stream] = time.monotonic() + timeout_s
+                sent = stream.append(parts, lambda: self._extend(stream, timeout_s))
+                return sent
+            finally:
+                with self._lock:
+                    self._limits.pop(stream, None)
+                self._watchdog.release()
+        finally:
+            self._give_back(stream, is_good=sent is not None and sent.error is None)
+
+    def _extend(self, stream: PutStream, timeout_s: float) -> None:
+        with self._lock:
+            self._limits[stream] = time.monotonic() + timeout_s
 
     def end_idle(self) -> None:
         """End the streams that nobody uses now: the server waits for them before it ends."""
@@ -171,26 +216,6 @@ class PutStreams:
         for stream in used:
             stream.end()
         self._watchdog.close()
-
-    @contextmanager
-    def _taken(self, channel: Channel, topic: str, topic_id: str, timeout_s: float) -> Iterator[PutStream]:
-        stream = self._idle_one(channel, topic_id) or PutStream(channel, topic, topic_id)
-        is_good = False
-        try:
-            self._watchdog.need()
-            try:
-                with self._lock:
-                    if self._is_closed:
-                        raise Unanswered(f"{channel.target}: the connection was closed", was_sent=False)
-                    self._limits[stream] = time.monotonic() + timeout_s
-                yield stream
-                is_good = True
-            finally:
-                with self._lock:
-                    self._limits.pop(stream, None)
-                self._watchdog.release()
-        finally:
-            self._give_back(stream, is_good=is_good)
 
     def _idle_one(self, channel: Channel, topic_id: str) -> PutStream | None:
         found, dead = None, []

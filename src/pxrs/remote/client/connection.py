@@ -27,6 +27,7 @@ from pxrs.remote.client.control import Hello
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
 from pxrs.remote.client.link import Link
 from pxrs.remote.client.settings import Settings
+from pxrs.remote.heap import keep_freed_blocks
 from pxrs.waiting import Callback
 
 CALLS_MAX: Final = 200
@@ -39,6 +40,7 @@ class Connection:
     """Made by `acquire`. Threads share it."""
 
     def __init__(self, settings: Settings) -> None:
+        keep_freed_blocks()
         self.settings = settings
         self.users = 0
         """How many logs and registries use it. Guarded by the lock of this module."""

@@ -28,7 +28,7 @@ from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, Reten
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.model import Topic
 from pxrs.remote import wire
-from pxrs.remote.client.appends import encoded, parts
+from pxrs.remote.client.appends import Sent, parts
 from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection
 from pxrs.remote.client.faults import Refused, Unanswered
 from pxrs.remote.client.reads import fetch
@@ -113,58 +113,44 @@ class RemoteTopic(TopicLog):
         for each in appends:
             self._checked((each.partition,))
             check_encoded(each.payload)
+        indexes = parts(appends, self._session.connection().last_hello)
+        sent = self._send([[appends[index] for index in part] for part in indexes])
         outcomes: dict[int, Outcome] = {}
-        stopped: Exception | None = None
-        for indexes in parts(appends, self._session.connection().last_hello):
-            if stopped is None:
-                try:
-                    found = self._append([appends[index] for index in indexes])
-                except PxrsError as error:
-                    if not outcomes:
-                        raise
-                    stopped = error  # earlier parts have outcomes of their own
-                else:
-                    if all(not isinstance(each, StoredAt) and isinstance(each.error, AppendFailed) for each in found):
-                        stopped = AppendFailed(f"{self._session.url}: not sent, because what came before it failed")
-                    outcomes |= zip(indexes, found, strict=True)
-                    continue
-            outcomes |= dict.fromkeys(indexes, NotStored(stopped))
-        return [outcomes[index] for index in range(len(appends))]
-
-    def _append(self, appends: Sequence[Append]) -> list[Outcome]:
-        """One append of the wire."""
-        connection = self._session.connection()
-        last = len(appends) - 1
-        batches = [encoded(each, has_more=number < last) for number, each in enumerate(appends)]
-        try:
-            answers = self._send(connection, batches)
-        except Unanswered as error:
-            if not error.was_sent:
-                return [NotStored(AppendFailed(f"{self._session.url}: {error}; nothing was sent"))] * len(appends)
-            text = f"{self._session.url}: {error}; no answer came, so the batch may be stored"
-            return [MaybeStored(AppendUnknown(text))] * len(appends)
-        except ServerBusy as error:
-            return [NotStored(AppendFailed(f"{self._session.url}: {error}"))] * len(appends)
-        except AppendUnknown as error:
-            return [MaybeStored(error)] * len(appends)
-        outcomes = [_outcome(found) for found in answers]
-        refusals = [each.error for each in outcomes if isinstance(each, NotStored)]
-        if len(refusals) == len(outcomes) and isinstance(refusals[0], _OF_THE_WHOLE):
+        for part, answer in zip(indexes, sent.answers, strict=False):
+            outcomes |= zip(part, map(_outcome, answer), strict=True)
+        for number in range(len(sent.answers), len(indexes)):
+            assert sent.error is not None
+            outcomes |= dict.fromkeys(indexes[number], self._unanswered(sent.error, may_be=number < sent.reached))
+        found = [outcomes[index] for index in range(len(appends))]
+        refusals = [each.error for each in found if isinstance(each, NotStored)]
+        if found and len(refusals) == len(found) and isinstance(refusals[0], _OF_THE_WHOLE):
             raise refusals[0]
-        return outcomes
+        return found
 
-    def _send(self, connection: Connection, batches: Sequence[bytes]) -> list[dict[str, Any]]:
-        """Send one append, once. It is tried again only if nothing of it was sent."""
+    def _unanswered(self, error: Exception, *, may_be: bool) -> Outcome:
+        """The outcome of batches without an answer. may_be: they may have reached the server."""
+        if not isinstance(error, Unanswered):
+            return NotStored(AppendFailed(f"{self._session.url}: {error}") if isinstance(error, ServerBusy) else error)
+        if not may_be:
+            return NotStored(AppendFailed(f"{self._session.url}: {error}; nothing was sent"))
+        return MaybeStored(AppendUnknown(f"{self._session.url}: {error}; no answer came, so the batch may be stored"))
+
+    def _send(self, parts: Sequence[Sequence[Append]]) -> Sent:
+        """Send the parts, once. They are tried again only if nothing of them was sent."""
+        connection = self._session.connection()
         until = time.monotonic() + connection.patience_s
         pause_s = PAUSE_S_MIN
         while True:
             try:
                 with connection.channel(until) as channel:
-                    return connection.puts.append(channel, self.name, self.id, batches, connection.patience_s)
+                    sent = connection.puts.append(channel, self.name, self.id, parts, connection.patience_s)
             except Unanswered as error:
-                if error.was_sent or isinstance(error, Refused) or time.monotonic() + pause_s >= until:
-                    raise
-                self._session.connection()
+                sent = Sent([], error)
+            if not isinstance(sent.error, Unanswered) or sent.error.was_sent or isinstance(sent.error, Refused):
+                return sent
+            if time.monotonic() + pause_s >= until:
+                return sent
+            self._session.connection()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
