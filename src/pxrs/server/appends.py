@@ -118,6 +118,13 @@ class _Group:
     """How many bytes of the budget it holds."""
     decoded: int = 0
     """How many bytes its largest batch has once decompressed: the batches are decoded one after another."""
+    appends: list[Append] = field(default_factory=list)
+    """The batches, checked."""
+
+    def decode(self) -> list[Append]:
+        """Check the batches, and drop the messages in which they came. Raises InvalidRecord, InvalidArgument."""
+        batches, self.batches = self.batches, []
+        return [each.append() for each in batches]
 
 
 class AppendStream:
@@ -175,7 +182,7 @@ class AppendStream:
             while (group := await self._unless_ended(ahead)) is not None:
                 self._is_stored.clear()
                 ahead = asyncio.ensure_future(self._receive(messages))  # the next append comes while this one is stored
-                outcomes = await run(self._pools.data, functools.partial(store, group.batches))
+                outcomes = await run(self._pools.data, functools.partial(store, group.appends))
                 # Before the answer is sent: a client that does not read it must not hold room.
                 self._give_back(group)
                 self._is_stored.set()
@@ -194,7 +201,7 @@ class AppendStream:
             raise Stalled(f"the answer to an append was not taken within {self._limits.append_rest_s:g} s") from None
 
     async def _receive(self, messages: AsyncIterator[bytes]) -> _Group | None:
-        """The batches of the next append; None if the client has ended the stream."""
+        """The batches of the next append, checked; None if the client has ended the stream."""
         message = await anext(messages, None)
         if message is None:
             return None
@@ -204,6 +211,7 @@ class AppendStream:
                 async with self._in_time():
                     while await self._add(group, await anext(messages, None)):
                         pass
+            group.appends = await run(self._pools.data, group.decode)
         except BaseException:
             self._give_back(group)
             raise
@@ -296,9 +304,9 @@ async def _message(messages: AsyncIterator[bytes]) -> bytes | None:
     return await anext(messages, None)
 
 
-def _store(served: Served, given: Given, topic: TopicLog, group: list[Received]) -> list[Outcome]:
+def _store(served: Served, given: Given, topic: TopicLog, appends: list[Append]) -> list[Outcome]:
     served.check(given.call, given.found)  # for each append anew: the token may have been revoked
-    return topic.append([received.append() for received in group])
+    return topic.append(appends)
 
 
 def _check_schema(first: flight.FlightData) -> None:
