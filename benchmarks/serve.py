@@ -118,10 +118,7 @@ def batches(folder: Path) -> Iterator[Row]:
 
 def _batches(topic: pxrs.TopicHandle) -> Iterator[Any]:
     for partition in range(topic.partitions):
-        offset = topic.start(partition)
-        while found := topic.read(partition, offset):
-            yield from found
-            offset = found[-1].next_offset
+        yield from topic.batches(partition, topic.start(partition))
 
 
 def messages(folder: Path) -> Iterator[Row]:

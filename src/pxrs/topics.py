@@ -73,6 +73,12 @@ class TopicHandle:
         partition, offset = self._partition(partition), self._offset("offset", offset)
         return self.log.read(partition, offset, arguments.whole(InvalidRecord, "max_bytes", max_bytes, 1))
 
+    def batches(self, partition: int, start: int = 0, end: int | None = None) -> Iterator[Batch]:
+        """Batches from exactly this offset on and before `end`, one after another; without `end`, up to the end of the
+        partition as it is when it is reached. A topic on a server is read ahead of what is taken."""
+        partition, start = self._partition(partition), self._offset("start", start)
+        return self.log.batches(partition, start, None if end is None else self._offset("end", end))
+
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
@@ -99,10 +105,8 @@ class TopicHandle:
         return self._messages(self._partition(partition), self._offset("offset", offset))
 
     def _messages(self, partition: int, offset: int) -> Iterator[Message]:
-        while batches := self.log.read(partition, offset):
-            for batch in batches:
-                yield from messages_of(batch, self.name, partition)
-                offset = batch.next_offset
+        for batch in self.log.batches(partition, offset):
+            yield from messages_of(batch, self.name, partition)
 
     def to_arrow(self, partition: int | None = None, start: int | None = None, end: int | None = None) -> pa.Table:
         """The messages as a table: partition, offset, key, value, timestamp, headers.
@@ -121,17 +125,15 @@ class TopicHandle:
         offset = self.log.start(partition) if start is None else start
         while offset < end:
             try:
-                batches = self.log.read(partition, offset)
+                for batch in self.log.batches(partition, offset, end):
+                    if batch.records.num_rows:
+                        yield _with_place(batch.records, partition, batch.base_offset)
+                    offset = batch.next_offset
+                return
             except OffsetTrimmed as error:
                 if start is not None:
                     raise
                 offset = error.first_offset  # retention has removed the messages
-                continue
-            for batch in batches:
-                batch = batch.within(offset, end)
-                if batch.records.num_rows:
-                    yield _with_place(batch.records, partition, batch.base_offset)
-                offset = batch.next_offset
 
     def _partition(self, given: int) -> int:
         return arguments.partition(InvalidRecord, self.name, given, self.partitions)

@@ -154,6 +154,9 @@ class Batch(NamedTuple):
     until: int | None = None
     """In a source with gaps: the offset up to which the batch was read. No other record has an offset before it. None
     if the offsets are consecutive."""
+    encoded: pa.Buffer | None = None
+    """The bytes of exactly these records as the log stores them, one Arrow IPC message, perhaps compressed; None if
+    there are none. A server sends these and need not encode the records again."""
 
     @property
     def next_offset(self) -> int:

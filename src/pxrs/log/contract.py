@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -158,6 +158,20 @@ class Source(ABC):
         for a message.
 
         Raises OffsetTrimmed before the start, OffsetOutOfRange beyond the end, DamagedFrame where bytes are damaged."""
+
+    def batches(self, partition: int, start: int, end: int | None = None) -> Iterator[Batch]:
+        """The batches from exactly this offset on and before `end`; without `end`, up to the end of the partition as it
+        is when it is reached. Raises as `read`. A source with latency reads ahead of what is taken."""
+        while end is None or start < end:
+            found = self.read(partition, start)
+            if not found:
+                return
+            for batch in found:
+                batch = batch.within(start, end)
+                yield batch
+                start = batch.next_offset
+                if end is not None and start >= end:
+                    return
 
     @abstractmethod
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:

@@ -2,12 +2,13 @@
 
 The two kinds of tickets (docs/wire.md) are read differently. `positions` is one `fetch` of what is there. A range is
 read in steps, one ahead of what is being sent, and ends with an error if a part of it is not there: a reader that was
-promised a range must never get other rows, or fewer.
+promised a range must never get other rows, or fewer. So a slow reader of a range holds two steps of STEP_BYTES, or of
+one batch.
 
-What is read are views of the log's files. A batch is copied into a message only when the one before it was taken by the
-client, so a slow reader holds one message (W5). What all readers hold is bounded by `read_held_bytes_max`; when that is
-used up, those who have taken nothing for `read_stalled_s` lose their streams, so that they cannot keep others from
-reading.
+What `positions` finds are views of the log's files. A batch is copied into a message only when the one before it was
+taken by the client, so a slow reader holds one message (W5). What all readers hold is bounded by `read_held_bytes_max`;
+when that is used up, those who have taken nothing for `read_stalled_s` lose their streams, so that they cannot keep
+others from reading.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
 
 from pxrs.errors import Closed, InvalidArgument, OffsetOutOfRange, OffsetTrimmed, PxrsError, ServerBusy
 from pxrs.log.batch import Batch
@@ -24,14 +25,14 @@ from pxrs.log.contract import Fetched, TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
 from pxrs.server.given import Given
-from pxrs.server.pools import Pools, run, take_error
+from pxrs.server.pools import Pools, run
 from pxrs.server.served import Send, Served
 from pxrs.server.settings import ServerLimits
 
 SCHEMA_MESSAGE: Final = flight.flight_data(flight.FlightData(header=flight.SCHEMA_HEADER))
 """The first message of every stream of batches."""
-STEP_BYTES: Final = 4 << 20
-"""About how many bytes of a range are read at a time."""
+STEP_BYTES: Final = 1 << 20
+"""About how many bytes of a range are read at a time, but at least one batch."""
 SMALL_BYTES: Final = 256 << 10
 """Batches below this length are encoded on the event loop: to hand one to a thread takes longer."""
 ROOM_TRIES: Final = 3
@@ -82,7 +83,7 @@ def encode_batch(batch: Batch, partition: int) -> bytes:
         about["next"] = batch.next_offset
     if not batch.records.num_rows:
         return flight.flight_data(flight.FlightData(app_metadata=wire.dumps(about)))
-    header, body = flight.ipc_message(batch.records.serialize())
+    header, body = flight.ipc_message(batch.records.serialize() if batch.encoded is None else batch.encoded)
     return flight.flight_data(flight.FlightData(header, body, wire.dumps(about)))
 
 
@@ -144,21 +145,45 @@ class ReadStream:
             raise InvalidArgument(f"DoGet: the range from {start} to {end} is none: send start and end, 0 <= start")
         if start == end:  # an error if there is no such partition
             await run(self._pools.data, functools.partial(topic.bounds, (partition,)))
-        step = functools.partial(_step, self._served, topic, given, partition, end)
-        batches, start = await run(self._pools.data, functools.partial(step, start))
+        read = functools.partial(_read_step, self._served, topic, given, partition, end)
+        step: _Step | None = await self._step(read, start)
         await send(SCHEMA_MESSAGE)
-        while batches:
-            ahead = asyncio.ensure_future(run(self._pools.data, functools.partial(step, start)))
-            try:
-                await self._send_batches(partition, batches, send)
-                batches, start = await ahead
-            finally:
+        ahead: asyncio.Future[_Step] | None = None
+        try:
+            while step is not None:
+                if step.next_offset < end and self._room.budget.has_room(STEP_BYTES):
+                    ahead = asyncio.ensure_future(self._step(read, step.next_offset))
+                for message in step.messages:
+                    await self._room.send(self, message, send)
+                self._room.budget.give_back(step.taken)
+                start, step = step.next_offset, None
+                if start < end:
+                    step, ahead = await (ahead or self._step(read, start)), None
+        finally:
+            if step is not None:
+                self._room.budget.give_back(step.taken)
+            if ahead is not None:
                 ahead.cancel()
-                ahead.add_done_callback(take_error)
+                ahead.add_done_callback(self._drop)
+
+    async def _step(self, read: Callable[[int], _Step], start: int) -> _Step:
+        """The next messages of a range. They hold room until they are sent."""
+        taken = await self._room.take(STEP_BYTES)
+        try:
+            step = await run(self._pools.data, functools.partial(read, start))
+        except BaseException:
+            self._room.budget.give_back(taken)
+            raise
+        return step._replace(taken=self._room.budget.exchange(taken, sum(map(len, step.messages))))
+
+    def _drop(self, ahead: asyncio.Future[_Step]) -> None:
+        """A callback: what was read ahead is not sent."""
+        if not ahead.cancelled() and ahead.exception() is None:
+            self._room.budget.give_back(ahead.result().taken)
 
     async def _send_batches(self, partition: int, batches: Iterable[Batch], send: Send) -> None:
         for batch in batches:
-            size = batch.records.nbytes
+            size = batch.records.nbytes if batch.encoded is None else batch.encoded.size
             taken = await self._room.take(size)
             try:
                 encode = functools.partial(encode_batch, batch, partition)
@@ -174,12 +199,20 @@ def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> dict[int, Fet
     return topic.fetch(given.pairs("positions") or {}, most, timeout=0)
 
 
-def _step(
-    served: Served, topic: TopicLog, given: Given, partition: int, end: int, start: int
-) -> tuple[list[Batch], int]:
-    """The next batches of a range, and where the step after it begins; none at the end of the range."""
+class _Step(NamedTuple):
+    """A part of a range."""
+
+    messages: list[bytes]
+    next_offset: int
+    """Where the next step begins."""
+    taken: int = 0
+    """How many bytes of the room the messages hold."""
+
+
+def _read_step(served: Served, topic: TopicLog, given: Given, partition: int, end: int, start: int) -> _Step:
+    """Read and encode the batches of a step. Runs on a thread of the pool."""
     if start >= end:
-        return [], start
+        return _Step([], start)
     served.check(given.call, given.found)  # the token may have been revoked since the last step
     batches = topic.read(partition, start, STEP_BYTES)
     if not batches:
@@ -187,4 +220,4 @@ def _step(
     if batches[0].base_offset != start:
         raise OffsetTrimmed(f"{topic.name}/{partition}", start, batches[0].base_offset)
     chosen = [batch.within(start, end) for batch in batches if batch.base_offset < end]
-    return chosen, chosen[-1].next_offset
+    return _Step([encode_batch(batch, partition) for batch in chosen], chosen[-1].next_offset)

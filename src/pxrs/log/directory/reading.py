@@ -120,7 +120,7 @@ class Reader:
                 continue
             for position, header in sealed.frames_for(offset):
                 if is_wanted is None or is_wanted(header):
-                    yield _batch(header, sealed.records(position, header), offset)
+                    yield _batch(header, sealed.records(position, header), sealed.data, position, offset)
             return
         raise OffsetTrimmed(self.place, offset, self.start())
 
@@ -136,7 +136,7 @@ class Reader:
             for at, header in frames(data, path, position, end, origin, self._place_id):
                 if header.next_offset > offset and (is_wanted is None or is_wanted(header)):
                     records = read_payload(header, data.slice(at - origin, header.frame_bytes), path, at)
-                    yield _batch(header, records, offset)
+                    yield _batch(header, records, data, at - origin, offset)
             if published.whole_end is not None and published.whole_end < published.end:
                 yield Batch(max(offset, published.whole_end), NO_RECORDS, _NO_OFFSETS, published.end), HEADER_BYTES
             if end < published.segment_bytes:
@@ -339,11 +339,16 @@ class _Seen:
         """The position up to which whole frames were searched for behind damage."""
 
 
-def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch, int]:
+def _batch(header: Header, records: pa.RecordBatch, data: pa.Buffer, at: int, offset: int) -> tuple[Batch, int]:
     """The records of a frame from this offset on, and their size in memory, which is larger than the frame if the frame
-    is compressed."""
+    is compressed.
+
+    data, at: the buffer that holds the frame, and where the frame begins in it"""
     if header.is_gap:
         return Batch(max(offset, header.base_offset), records, _NO_OFFSETS, header.next_offset), header.frame_bytes
     size = header.frame_bytes if header.codec == 0 else max(header.frame_bytes, records.nbytes)
     skip = offset - header.base_offset
-    return (Batch(offset, records.slice(skip)) if skip > 0 else Batch(header.base_offset, records)), size
+    if skip > 0:
+        return Batch(offset, records.slice(skip)), size
+    encoded = data.slice(at + header.header_bytes, header.payload_bytes)
+    return Batch(header.base_offset, records, encoded=encoded), size

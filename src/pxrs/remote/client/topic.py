@@ -7,18 +7,22 @@ one; then they raise ReadFailed. An append waits in the same way before it is se
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pxrs.errors import (
     AppendFailed,
     AppendUnknown,
+    DamagedFrame,
     HubMoved,
     InvalidArgument,
     InvalidRecord,
     LogError,
     NoWritePermission,
+    OffsetOutOfRange,
     PxrsError,
+    ReadFailed,
+    RegistryUnavailable,
     RemoteError,
     ServerBusy,
     UnknownTopic,
@@ -33,6 +37,7 @@ from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection
 from pxrs.remote.client.faults import Refused, Unanswered
 from pxrs.remote.client.reads import fetch
 from pxrs.remote.client.session import Session
+from pxrs.remote.client.transfers import read_range
 from pxrs.waiting import Callback, Subscription
 
 _OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument, NoWritePermission, RemoteError)
@@ -65,6 +70,32 @@ class RemoteTopic(TopicLog):
         if found.error is not None:
             raise found.error
         return list(found.batches)
+
+    def batches(self, partition: int, start: int, end: int | None = None) -> Iterator[Batch]:
+        """One stream, on which the server sends the next batches while the last one is handled."""
+        self._checked((partition,))
+        until = end
+        while end is None or start < end:
+            try:
+                if until is None:
+                    until = self.end(partition) if end is None else min(end, self.end(partition))
+            except DamagedFrame:  # the end cannot be told, and what lies before the damage can be read
+                yield from super().batches(partition, start, end)
+                return
+            if start == until:
+                return
+            if start > until:
+                raise OffsetOutOfRange(f"{self.name}/{partition}", start, until)
+            try:
+                for batch in read_range(self._session.connection(), self.name, self.id, partition, start, until):
+                    yield batch
+                    start = batch.next_offset
+            except RegistryUnavailable as error:
+                raise ReadFailed(str(error)) from error
+            except OffsetOutOfRange:  # less is there than was asked for
+                if until != end:
+                    raise
+            until = None
 
     def readable(self, positions: Mapping[int, int]) -> list[int]:
         found = self.bounds(positions)
