@@ -36,11 +36,13 @@ BATCHES = 100
 MESSAGES = 200_000
 PEER_MESSAGES = 20_000
 ROUND_TRIPS = 300
+SPARK_ROWS = 4_000_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
     parts: dict[str, Callable[[Path], Iterator[Row]]] = {"batches": batches, "messages": messages, "peers": peers}
+    parts["spark"] = spark
     parser.add_argument("parts", nargs="*", choices=[*parts, "trips", []], help="which to run; all if none is named")
     chosen = parser.parse_args().parts or [*parts, "trips"]
     console = Console()
@@ -291,6 +293,36 @@ def _nats_trip(runner: Any, connection: Any) -> Callable[[int], None]:
         await message.ack()
 
     return lambda number: runner.run(trip(number))
+
+
+def spark(folder: Path) -> Iterator[Row]:
+    """A batch read of Spark to nowhere, from a directory and from the server in front of it."""
+    from pxrs.spark import session
+
+    data = folder / "data"
+    with pxrs.open(data) as hub:
+        hub.create_topic("t", PARTITIONS)
+        with hub.producer("t", batch_bytes=2 << 20) as out:
+            table = pa.Table.from_batches([records().drop_columns(["timestamp", "headers"])] * 10)
+            for _ in range(SPARK_ROWS // len(table)):
+                out.send_batch(table)
+    with HubServer(data) as server:
+        running = session("bench", "local[2]")
+        running.sparkContext.setLogLevel("ERROR")
+        try:
+
+            def read(url: str) -> Callable[[], None]:
+                frame = running.read.format("pxrs").options(url=url, topic="t").load()
+                return lambda: frame.write.format("noop").mode("overwrite").save()
+
+            ours, theirs = read(server.url), read(str(data))
+            for _ in range(4):  # the JVM compiles what it has seen often
+                ours()
+                theirs()
+            figure = compare(ours, theirs, times=1, rounds=7).times(SPARK_ROWS)
+            yield Row("Spark's batch read", "the same without a server", figure, "0.7x")
+        finally:
+            running.stop()
 
 
 def _place(server: Any) -> tuple[str, int]:

@@ -258,6 +258,28 @@ class _Fetches(_Fixtures):
         assert [offset for _, offset in rest] == offsets[1:]
 
 
+class _Ranges(_Fixtures):
+    def test_batches_are_exactly_the_range(self, feed: Feed, source: Source, values: list[bytes]) -> None:
+        stored: dict[int, list[int]] = {}
+        for value in values:  # a batch each
+            for partition, offset in feed.put([value]):
+                stored.setdefault(partition, []).append(offset)
+        fetch_all(source, starts_of(source), len(values))  # some sources show a message a moment after it was put
+        for partition, offsets in stored.items():
+            first, last = offsets[0], offsets[-1]
+            assert self._offsets(source, partition, first) == offsets
+            assert self._offsets(source, partition, first + 1, last) == offsets[1:-1]
+            assert self._offsets(source, partition, first, first) == []
+            assert self._offsets(source, partition, first, last + FAR) == offsets, "no more is there"
+        if not source.has_gaps:
+            with pytest.raises(OffsetOutOfRange):
+                self._offsets(source, stored.popitem()[0], FAR)
+
+    @staticmethod
+    def _offsets(source: Source, partition: int, start: int, end: int | None = None) -> list[int]:
+        return [offset for batch in source.batches(partition, start, end) for offset in message_offsets(batch)]
+
+
 class _Waits(_Fixtures):
     def test_a_message_ends_a_wait(self, feed: Feed, source: Source, values: list[bytes]) -> None:
         for _ in range(3):
@@ -357,7 +379,7 @@ class _Waits(_Fixtures):
                 assert any(fetched.batches for fetched in result.values())
 
 
-class SourceContract(_Bounds, _Fetches, _Waits):
+class SourceContract(_Bounds, _Fetches, _Ranges, _Waits):
     """All tests of a source. A subclass gives the fixture `feed`."""
 
 
