@@ -34,7 +34,7 @@ from pxrs.testing.servers import HubServer
 
 BATCHES = 100
 MESSAGES = 200_000
-PEER_MESSAGES = 20_000
+PEER_MESSAGES = 200_000
 ROUND_TRIPS = 300
 SPARK_ROWS = 4_000_000
 
@@ -175,8 +175,17 @@ def peers(folder: Path) -> Iterator[Row]:
                     pipeline.xadd("s", {b"k": key, b"v": value})
                 pipeline.execute()
 
-        figure = compare(send, add, times=1, rounds=5).times(PEER_MESSAGES)
-        yield Row("send() + flush, synced", "Redis Streams, XADD pipelined", figure, "10x")
+        out = stack.enter_context(hub.producer("t"))
+        keys, values = zip(*given, strict=True)
+        table = pa.table({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())})
+
+        def send_batch() -> None:
+            out.send_batch(table)
+            out.flush()
+
+        for what, ours in (("send() + flush, synced", send), ("send_batch() + flush, synced", send_batch)):
+            figure = compare(ours, add, times=1, rounds=3).times(PEER_MESSAGES)
+            yield Row(what, "Redis Streams, XADD pipelined", figure, "10x")
         runner = stack.enter_context(asyncio.Runner())
         connection = runner.run(nats.connect(stack.enter_context(NatsServer()).url))
         stream = connection.jetstream()
@@ -225,8 +234,19 @@ def _reading_peers(hub: pxrs.Hub, client: Any, runner: Any, stream: Any, connect
         await connection.flush()
         await subscription.unsubscribe()
 
-    figure = compare(consume, read, times=1, rounds=5).times(PEER_MESSAGES)
-    yield Row("a group reads and commits", "Redis Streams, XREADGROUP + XACK", figure, "10x")
+    def consume_batches() -> None:
+        """The same, as Arrow batches."""
+        count = 0
+        with hub.consumer("t", group=f"g{next(groups)}", until="end") as inbox:
+            for batch in inbox.batches():
+                count += batch.records.num_rows
+                if count >= PEER_MESSAGES:
+                    break
+        assert count >= PEER_MESSAGES
+
+    for what, ours in (("a group reads and commits", consume), ("a group reads batches and commits", consume_batches)):
+        figure = compare(ours, read, times=1, rounds=3).times(PEER_MESSAGES)
+        yield Row(what, "Redis Streams, XREADGROUP + XACK", figure, "10x")
     figure = compare(consume, lambda: runner.run(fetch()), times=1, rounds=3).times(PEER_MESSAGES)
     yield Row("a group reads and commits", "NATS JetStream, fetch + ack", figure, "10x")
 

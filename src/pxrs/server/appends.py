@@ -40,6 +40,8 @@ from pxrs.server.settings import ServerLimits
 T = TypeVar("T")
 ABOUT_BYTES_MAX: Final = 4096
 """How long the JSON that comes with a batch may be."""
+SMALL_BYTES: Final = 64 << 10
+"""Appends below this size are decoded on the event loop."""
 _EPOCH_MAX: Final = (1 << 32) - 1
 _SEQUENCE_MAX: Final = (1 << 63) - 1
 _INVALID: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
@@ -211,7 +213,9 @@ class AppendStream:
                 async with self._in_time():
                     while await self._add(group, await anext(messages, None)):
                         pass
-            group.appends = await run(self._pools.data, group.decode)
+            # To hand a small append to a thread takes longer than to decode it.
+            is_small = group.taken < SMALL_BYTES
+            group.appends = group.decode() if is_small else await run(self._pools.data, group.decode)
         except BaseException:
             self._give_back(group)
             raise

@@ -124,47 +124,47 @@ class ReadStream:
             raise self._why from None
 
     async def _answer(self, given: Given, send: Send) -> None:
-        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
         if "positions" in given.found:
-            await self._send_fetched(topic, given, send)
+            await self._send_fetched(given, send)
         else:
-            await self._send_range(topic, given, send)
+            await self._send_range(_Range(self._served, given), send)
 
-    async def _send_fetched(self, topic: TopicLog, given: Given, send: Send) -> None:
-        fetched = await run(self._pools.data, functools.partial(_fetch, topic, self._limits, given))
-        await send(SCHEMA_MESSAGE)
+    async def _send_fetched(self, given: Given, send: Send) -> None:
+        fetched = await run(self._pools.data, functools.partial(_fetch, self._served, self._limits, given))
+        await self._send_schema(given, send)
         for partition, found in fetched.items():
             await self._send_batches(partition, found.batches, send)
             if found.error is not None:
                 about = {"partition": partition, "error": wire.error_to_dict(found.error)}
                 await send(flight.flight_data(flight.FlightData(app_metadata=wire.dumps(about))))
 
-    async def _send_range(self, topic: TopicLog, given: Given, send: Send) -> None:
-        partition, start, end = given.whole("partition"), given.whole("start"), given.whole("end")
-        if not 0 <= start <= end:
-            raise InvalidArgument(f"DoGet: the range from {start} to {end} is none: send start and end, 0 <= start")
-        if start == end:  # an error if there is no such partition
-            await run(self._pools.data, functools.partial(topic.bounds, (partition,)))
-        read = functools.partial(_read_step, self._served, topic, given, partition, end)
-        step: _Step | None = await self._step(read, start)
-        await send(SCHEMA_MESSAGE)
+    async def _send_range(self, asked: _Range, send: Send) -> None:
+        step: _Step | None = await self._step(asked.read, asked.start)
+        await self._send_schema(asked.given, send)
         ahead: asyncio.Future[_Step] | None = None
         try:
             while step is not None:
-                if step.next_offset < end and self._room.budget.has_room(STEP_BYTES):
-                    ahead = asyncio.ensure_future(self._step(read, step.next_offset))
+                start = step.next_offset
+                if start < asked.end and self._room.budget.has_room(STEP_BYTES):
+                    ahead = asyncio.ensure_future(self._step(asked.read, start))
                 for message in step.messages:
                     await self._room.send(self, message, send)
                 self._room.budget.give_back(step.taken)
-                start, step = step.next_offset, None
-                if start < end:
-                    step, ahead = await (ahead or self._step(read, start)), None
+                step = None
+                if start < asked.end:
+                    step, ahead = await (ahead or self._step(asked.read, start)), None
         finally:
             if step is not None:
                 self._room.budget.give_back(step.taken)
             if ahead is not None:
                 ahead.cancel()
                 ahead.add_done_callback(self._drop)
+
+    @staticmethod
+    async def _send_schema(given: Given, send: Send) -> None:
+        """A client that knows the schema may ask to be spared the message."""
+        if given.found.get("schema") is not False:
+            await send(SCHEMA_MESSAGE)
 
     async def _step(self, read: Callable[[int], _Step], start: int) -> _Step:
         """The next messages of a range. They hold room until they are sent."""
@@ -193,7 +193,8 @@ class ReadStream:
                 self._room.budget.give_back(taken)
 
 
-def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> dict[int, Fetched]:
+def _fetch(served: Served, limits: ServerLimits, given: Given) -> dict[int, Fetched]:
+    topic = served.permitted_topic(given)
     asked = given.whole_or_none("max_bytes")
     most = limits.read_bytes_max if asked is None else min(max(1, asked), limits.read_bytes_max)
     return topic.fetch(given.pairs("positions") or {}, most, timeout=0)
@@ -209,15 +210,34 @@ class _Step(NamedTuple):
     """How many bytes of the room the messages hold."""
 
 
-def _read_step(served: Served, topic: TopicLog, given: Given, partition: int, end: int, start: int) -> _Step:
-    """Read and encode the batches of a step. Runs on a thread of the pool."""
-    if start >= end:
-        return _Step([], start)
-    served.check(given.call, given.found)  # the token may have been revoked since the last step
-    batches = topic.read(partition, start, STEP_BYTES)
-    if not batches:
-        raise OffsetOutOfRange(f"{topic.name}/{partition}", end, start)
-    if batches[0].base_offset != start:
-        raise OffsetTrimmed(f"{topic.name}/{partition}", start, batches[0].base_offset)
-    chosen = [batch.within(start, end) for batch in batches if batch.base_offset < end]
-    return _Step([encode_batch(batch, partition) for batch in chosen], chosen[-1].next_offset)
+class _Range:
+    """A range that a client has asked for. It is of the topic that is found first, also if another one gets its name
+    while the range is read."""
+
+    def __init__(self, served: Served, given: Given) -> None:
+        """Raises InvalidArgument."""
+        self._served, self.given = served, given
+        self._partition, self.start, self.end = given.whole("partition"), given.whole("start"), given.whole("end")
+        if not 0 <= self.start <= self.end:
+            raise InvalidArgument(
+                f"DoGet: the range from {self.start} to {self.end} is none: send start and end, 0 <= start"
+            )
+        self._topic: TopicLog | None = None
+
+    def read(self, start: int) -> _Step:
+        """Read and encode the batches from this offset on. Runs on a thread of the pool, one call at a time."""
+        if self._topic is None:
+            self._topic = self._served.permitted_topic(self.given)
+        else:
+            self._served.check(self.given.call, self.given.found)  # the token may have been revoked since the last step
+        topic, partition = self._topic, self._partition
+        if start >= self.end:
+            topic.bounds((partition,))  # raises an error if there is no such partition
+            return _Step([], start)
+        batches = topic.read(partition, start, STEP_BYTES)
+        if not batches:
+            raise OffsetOutOfRange(f"{topic.name}/{partition}", self.end, start)
+        if batches[0].base_offset != start:
+            raise OffsetTrimmed(f"{topic.name}/{partition}", start, batches[0].base_offset)
+        chosen = [batch.within(start, self.end) for batch in batches if batch.base_offset < self.end]
+        return _Step([encode_batch(batch, partition) for batch in chosen], chosen[-1].next_offset)

@@ -110,6 +110,7 @@ class RemoteTopic(TopicLog):
             **self._place,
             "positions": [list(each) for each in positions.items()],
             "max_bytes": max(1, max_bytes),
+            "schema": False,
         }
 
         def attempt(connection: Connection, until: float) -> dict[int, Fetched]:

@@ -129,6 +129,7 @@ def read_range(
     patience = Patience(connection)
     while start < end:
         ticket = {"topic": topic, "topic_id": topic_id, "partition": partition, "start": start, "end": end}
+        ticket["schema"] = False
         try:
             with patience.channel() as channel:
                 for message, about in messages(channel, ticket):
