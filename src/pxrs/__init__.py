@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pxrs.group.lag import TopicLag
     from pxrs.group.records import Home, Paused
     from pxrs.group.timings import Timings
-    from pxrs.options import ConsumerOptions, ProducerOptions, TopicsConsumerOptions
+    from pxrs.options import ConsumerOptions, ProducerOptions, QueueChanges, TopicChanges, TopicsConsumerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.receipts import Receipt, Stored, TableReceipt
     from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
@@ -84,6 +84,7 @@ __all__ = [
     "Policy",
     "Producer",
     "ProducerOptions",
+    "QueueChanges",
     "QueueHandle",
     "QueueListener",
     "Receipt",
@@ -98,6 +99,7 @@ __all__ = [
     "TableReceipt",
     "Timings",
     "Topic",
+    "TopicChanges",
     "TopicHandle",
     "TopicLag",
     "TopicLog",
@@ -131,6 +133,7 @@ _LAZY: Final = {
     "Paused": "pxrs.group.records",
     "Producer": "pxrs.producer.producer",
     "ProducerOptions": "pxrs.options",
+    "QueueChanges": "pxrs.options",
     "QueueHandle": "pxrs.queue.handle",
     "Handled": "pxrs.queue.listener",
     "QueueListener": "pxrs.queue.listener",
@@ -141,6 +144,7 @@ _LAZY: Final = {
     "Timings": "pxrs.group.timings",
     "TopicLag": "pxrs.group.lag",
     "TopicsConsumer": "pxrs.consumer.consumer",
+    "TopicChanges": "pxrs.options",
     "TopicsConsumerOptions": "pxrs.options",
     "Transaction": "pxrs.queue.transaction",
 }

@@ -12,7 +12,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, Unpack, overload
@@ -42,7 +42,14 @@ if TYPE_CHECKING:
     from pxrs.consumer.consumer import Consumer, TopicsConsumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
-    from pxrs.options import ConsumerOptions, EitherConsumerOptions, ProducerOptions, TopicsConsumerOptions
+    from pxrs.options import (
+        ConsumerOptions,
+        EitherConsumerOptions,
+        ProducerOptions,
+        QueueChanges,
+        TopicChanges,
+        TopicsConsumerOptions,
+    )
     from pxrs.producer.producer import Producer
     from pxrs.producer.sending import SendingThread
     from pxrs.queue.handle import QueueHandle
@@ -163,7 +170,7 @@ class Hub:
         *,
         exist_ok: bool = False,
     ) -> TopicHandle:
-        """Make a topic. Its partition count and partitioner are fixed for good.
+        """Make a topic. Its partition count and partitioner are fixed for good; `alter_topic` changes the rest.
 
         partitioner: xxh64, murmur2 as Kafka's clients hash, or the name of an entry point pxrs.partitioners.
         retention:  how long a message is kept, in seconds or as a timedelta, counted from when it was stored, whatever
@@ -371,6 +378,41 @@ class Hub:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         return self.parts.belonging.adopt(topic.id for topic in self.log.topics())
 
+    def alter_topic(self, name: str, **changes: Unpack[TopicChanges]) -> TopicHandle:
+        """Change settings of a topic; those that are not given stay. They are those of `create_topic`; None for
+        `retention` or `retention_bytes` keeps everything. Partition count and partitioner are fixed: `copy_topic`
+        copies a topic into one that has others.
+
+        The change is durable when this returns. Appends of every process use it from the next one on, and retention
+        from the next round of upkeep on; clients of a server that send use another `codec` once they open the topic
+        again. `keep_unread` and `durability` count for all processes when this returns. Processes of version 0.1 go on
+        with the settings that they have read.
+
+        Raises UnknownTopic, InvalidTopic, and OutcomeUnknown if a server's reply was lost: repeat it."""
+        self.parts.check_usable()
+        _check_topic_name(name)
+        given: dict[str, Any] = dict(changes)
+        if "retention_s" in given:
+            raise InvalidTopic(f"{name}: give the time as retention=")
+        for each in ("retention", "segment_s"):
+            if given.get(each) is not None:
+                given[each] = arguments.seconds(InvalidTopic, each, given[each], 0, RETENTION_S_MAX, above=True)
+        if "keep_unread" in given:
+            arguments.flag(InvalidTopic, "keep_unread", given["keep_unread"])
+        if "retention" in given:
+            given["retention_s"] = given.pop("retention")
+        if not given:
+            raise InvalidTopic(f"{name}: no setting is given to change")
+        handle = self.alter_described(name, given)
+        self._janitor.take_part(handle.topic, sends=False)
+        return handle
+
+    def alter_described(self, name: str, changes: Mapping[str, object]) -> TopicHandle:
+        """As `alter_topic`, with the fields of a topic's description: for a server."""
+        self.parts.check_usable()
+        self.log.check_topics()
+        return self._handle(self._topics.alter(name, changes))
+
     def delete_topic(self, name: str) -> str:
         """Remove a topic and its messages, also one that is damaged. Returns its id. Raises UnknownTopic."""
         self.parts.check_usable()
@@ -513,7 +555,7 @@ class Hub:
         *,
         exist_ok: bool = False,
     ) -> QueueHandle:
-        """Make a work queue. Its settings are fixed for good.
+        """Make a work queue. `fifo` is fixed for good; `alter_queue` changes the rest.
 
         policy:  how often an item may be delivered: AtLeastOnce() (the default), ConsumeTimes(k) or ConsumeOnce().
         fifo:    strictly first in, first out: one transaction at a time takes, and an item that comes back is the next.
@@ -531,6 +573,23 @@ class Hub:
         rule = AtLeastOnce() if policy is None else policy
         queue = store.catalog.create(name, rule, fifo, backoff, exist_ok=exist_ok)
         return self._keep(QueueHandle(store, queue))
+
+    def alter_queue(self, name: str, **changes: Unpack[QueueChanges]) -> QueueHandle:
+        """Change `policy` or `backoff` of a queue; what is not given stays. `fifo` is fixed.
+
+        The change is durable when this returns, and every process uses it for items that it takes a second later or
+        more. An item counts as before what was delivered of it: one that is ready is delivered once more even if the
+        new policy allows fewer deliveries than it has had, and becomes a dead letter if it is returned then.
+
+        Raises UnknownQueue, InvalidQueue, and OutcomeUnknown if the reply was lost: repeat it."""
+        from pxrs.queue.handle import QueueHandle
+
+        store = self.parts.queue_store()
+        if unknown := sorted(set(changes) - {"policy", "backoff"}):
+            raise InvalidQueue(f"{name}: {unknown[0]} cannot be changed: make another queue, and move its items there")
+        if not changes:
+            raise InvalidQueue(f"{name}: no setting is given to change")
+        return self._keep(QueueHandle(store, store.catalog.alter(name, dict(changes))))
 
     def queue(self, name: str) -> QueueHandle:
         """A queue to put into and to look at. Raises UnknownQueue."""

@@ -1,5 +1,5 @@
-"""The topics of an open hub: `TopicHandle`, by which one looks at a topic and reads it, and `Topics`, which creates and
-deletes them.
+"""The topics of an open hub: `TopicHandle`, by which one looks at a topic and reads it, and `Topics`, which creates,
+alters and deletes them.
 
 A topic exists once `create` has made it; asking for another name raises UnknownTopic. Creating a topic needs the
 registry only if the topic has `keep_unread`. Deleting one also removes what the registry holds of it; a failure of that
@@ -47,9 +47,17 @@ class TopicHandle:
         self._parts = parts
         self.log = log
         """The topic itself, to append batches of one's own, or to read it as a member of a group."""
-        self.topic = log.topic
         self.name, self.id, self.partitions = log.name, log.id, log.partitions
-        self.has_gaps, self.keeps_unread = log.has_gaps, log.keeps_unread
+        self.has_gaps = log.has_gaps
+
+    @property
+    def topic(self) -> Topic:
+        """The settings, as this process knows them: those of the last append, or of the moment it was opened."""
+        return self.log.topic
+
+    @property
+    def keeps_unread(self) -> bool:
+        return self.log.keeps_unread
 
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
@@ -183,6 +191,13 @@ class Topics:
                 raise TopicDiffers(asked.name, differences)
             return found
 
+    def alter(self, name: str, changes: Mapping[str, object]) -> TopicLog:
+        """Change settings of a topic, given as fields of `Topic`. Raises UnknownTopic, InvalidTopic."""
+        log, belonging = self._parts.log, self._parts.belonging
+        if belonging is not None and log.topic(name).topic.altered(changes).keeps_unread:
+            belonging.begin(keeps_unread=True)
+        return log.alter_topic(name, changes)
+
     def names(self) -> dict[str, str]:
         """The names of all topics by their ids; of the damaged ones too, if their id is known."""
         log = self._parts.log
@@ -196,7 +211,8 @@ class Topics:
             return log.delete_topic(name)  # which does the rest of this function there
         # A damaged topic may have had `keep_unread`: its description cannot be read.
         damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
-        keeping = {topic.id: topic.name for topic in log.topics() if topic.keeps_unread} | damaged
+        # A topic whose settings were changed may have had it too.
+        keeping = {topic.id: topic.name for topic in log.topics() if topic.keeps_unread or topic.revision} | damaged
         for identity, each in keeping.items():
             if each == name:
                 deleted_topics.note(self._parts, identity)

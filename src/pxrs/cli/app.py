@@ -29,7 +29,7 @@ app.add_typer(
     name="registry",
     help="Look into a registry, print its DDL, and record which registry a hub belongs to.",
 )
-app.add_typer(topic.app, name="topic", help="Create, list, describe and delete topics.")
+app.add_typer(topic.app, name="topic", help="Create, list, describe, change, copy and delete topics.")
 app.add_typer(source.app, name="source", help="Register tables of SQL databases, to be read as topics are.")
 app.add_typer(group.app, name="group", help="Show consumer groups, reset them, delete them.")
 app.add_typer(queue.app, name="queue", help="Create work queues, put items into them, take items from them, show them.")

@@ -19,6 +19,7 @@ import pxrs
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
 from pxrs.cli.options import At, ExistOk, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
+from pxrs.cli.topic_changes import alter, settings_of
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
@@ -28,6 +29,7 @@ from pxrs.producer.tables import MESSAGE_BYTES_MAX
 from pxrs.wording import counted, printable, rfc3339
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(alter)
 SEND_ROWS = 5_000
 LINE_BYTES_MAX = MESSAGE_BYTES_MAX + 2
 """How many bytes of a line are read: the largest message and its line end. The rest of a longer line is not read."""
@@ -157,16 +159,7 @@ def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = Fa
         ends_problem = handle.log.ends_problem()  # before the ends are read
         ends = [(p, *found) for p, found in handle.bounds(range(topic.partitions)).items()]
         problem = handle.retention_problem()
-    settings: dict[str, Any] = {
-        "topic": topic.name,
-        "id": topic.id,
-        "partitioner": topic.partitioner,
-        "codec": topic.codec,
-        "durability": topic.durability,
-    }
-    settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
-    settings |= {"segment_bytes": topic.segment_bytes, "segment_s": topic.segment_age_s}
-    settings["keep_unread"] = topic.keep_unread
+    settings = settings_of(topic)
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
         problems = {"retention_problem": problem, "ends_problem": ends_problem}

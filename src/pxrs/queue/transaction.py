@@ -135,6 +135,7 @@ class Transaction:
         is_waiting = False
         try:
             while True:
+                queue = self._store.catalog.queue_of(queue)  # its settings may be changed during the wait
                 with self._lock:  # and not during the wait
                     self._check_open()
                     room = self._capacity.check(queue)

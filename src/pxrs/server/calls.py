@@ -74,6 +74,14 @@ def _create_topic(served: Served, given: Given, at: float) -> Result:
     return {"topic": wire.topic_to_dict(served.hub.create_described(asked).topic)}
 
 
+def _alter_topic(served: Served, given: Given, at: float) -> Result:
+    """By the fields of the description, as `log.topic` returns them; a time is in seconds."""
+    changes = given.mapping("changes")
+    if len(wire.dumps(changes)) > SETTINGS_BYTES_MAX:
+        raise InvalidArgument(f"{given.call}: the changes are longer than {SETTINGS_BYTES_MAX:,} bytes")
+    return {"topic": wire.topic_to_dict(served.hub.alter_described(given.text("topic"), changes).topic)}
+
+
 def _delete_topic(served: Served, given: Given, at: float) -> Result:
     return {"id": served.hub.delete_topic(given.text("topic"))}
 
@@ -217,6 +225,7 @@ CALLS: Final[dict[str, Function]] = {
     "log.damaged_topics": _damaged_topics,
     "log.topic": _topic,
     "log.create_topic": _create_topic,
+    "log.alter_topic": _alter_topic,
     "log.delete_topic": _delete_topic,
     "topic.bounds": _bounds,
     "topic.offset_at": _offset_at,
