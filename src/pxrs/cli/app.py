@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import pxrs
-from pxrs.cli import group, queue, registry, source, token, topic, upkeep, worker
+from pxrs.cli import events, group, queue, registry, source, token, topic, upkeep, worker
 from pxrs.cli.demo.command import demo
 from pxrs.cli.ping import ping
 from pxrs.cli.pipeline.command import app as pipelines
@@ -41,6 +41,8 @@ app.add_typer(token.app, name="token", help="Make, list and revoke the tokens of
 app.command("send")(topic.send)
 app.command("tail")(topic.tail)
 app.command("check")(topic.check)
+app.command("events")(events.events)
+app.command("audit")(events.audit)
 app.command("worker")(worker.worker)
 app.command("serve")(serve)
 app.command("ping")(ping)

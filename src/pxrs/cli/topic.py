@@ -22,7 +22,7 @@ from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, fac
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
-from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
+from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic, is_internal
 from pxrs.producer.producer import Producer
 from pxrs.producer.tables import MESSAGE_BYTES_MAX
 from pxrs.wording import counted, printable, rfc3339
@@ -83,10 +83,15 @@ def create(
 
 
 @app.command("list")
-def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def list_(
+    at: At,
+    registry: RegistryUrl = None,
+    internal: Annotated[bool, typer.Option("--internal", help="Also _events and _audit, which pxrs writes.")] = False,
+    as_json: Json = False,
+) -> None:
     """List the topics, and how many messages each holds. Exit code 1 if any is damaged."""
     with open_hub(at, registry, needs_log=True) as hub:
-        rows = _rows(hub)
+        rows = _rows(hub, internal=internal)
         sources = 0 if as_json else _count_sources(hub)
     if as_json:
         for row in rows:
@@ -133,10 +138,10 @@ class _Row(NamedTuple):
     """Why `messages` is only a lower bound."""
 
 
-def _rows(hub: pxrs.Hub) -> list[_Row]:
+def _rows(hub: pxrs.Hub, *, internal: bool = False) -> list[_Row]:
     advice = "restore the file from a copy, or delete the topic"
     rows = [_Row(each.name, None, None, f"{each.error}; {advice}") for each in hub.damaged_topics()]
-    for topic in hub.topics():
+    for topic in hub.topics(internal=internal):
         try:
             problem = hub.topic(topic.name).log.ends_problem()  # before the ends are read
             rows.append(_Row(topic.name, topic.partitions, _count(hub, topic), ends_problem=problem))
@@ -379,7 +384,8 @@ def check(directory: Annotated[str, typer.Argument(metavar="DIRECTORY")], as_jso
         task = bar.add_task("reading", total=None)
         for checked in check_log(Path(directory)):
             findings += checked.findings
-            messages, size = messages + checked.messages, size + checked.bytes
+            if not is_internal(checked.topic):  # those are checked too, and not counted: the user has sent none of them
+                messages, size = messages + checked.messages, size + checked.bytes
             bar.update(task, description=f"{checked.topic}: {counted(messages, 'message')}")
     if as_json:
         for finding in findings:
