@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pxrs import errors, registry
     from pxrs.clock import Clock
     from pxrs.consumer.consumer import ConsumedBatch, Consumer, TopicsConsumer
+    from pxrs.copying.copier import Copied
     from pxrs.group.admin import GroupHandle
     from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
@@ -56,6 +57,7 @@ __all__ = [
     "ConsumedBatch",
     "Consumer",
     "ConsumerOptions",
+    "Copied",
     "DamagedTopic",
     "DeadLetters",
     "Depth",
@@ -132,6 +134,7 @@ _LAZY: Final = {
     "ConsumedBatch": "pxrs.consumer.consumer",
     "Consumer": "pxrs.consumer.consumer",
     "ConsumerOptions": "pxrs.options",
+    "Copied": "pxrs.copying.copier",
     "DamagedTopic": "pxrs.log.contract",
     "DeadLetters": "pxrs.queue.handle",
     "Depth": "pxrs.queue.handle",

@@ -14,7 +14,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, Unpack, overload
 
@@ -52,6 +52,7 @@ RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 if TYPE_CHECKING:
     # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
     from pxrs.consumer.consumer import Consumer, TopicsConsumer
+    from pxrs.copying.copier import Copied
     from pxrs.events import Event
     from pxrs.events.model import Json
     from pxrs.events.reading import Since, Wanted
@@ -433,6 +434,52 @@ class Hub:
         self.parts.check_usable()
         self.log.check_topics()
         return self._handle(self._topics.alter(name, changes, by=by))
+
+    def copy_topic(
+        self,
+        source: str,
+        target: str,
+        *,
+        to: Hub | None = None,
+        partitions: int | None = None,
+        start: int | datetime | None = None,
+        end: int | datetime | None = None,
+        append: bool = False,
+        on_progress: Callable[[Copied], None] | None = None,
+    ) -> Copied:
+        """Copy the messages of a topic into another one: keys, values, headers and times, each message once, in the
+        order of their keys. Returns when all that was there at the beginning is copied.
+
+        If this ends early, by an error or a kill -9, call it again: it goes on where it was. Called again later, it
+        copies what has come since. One process at a time may copy a topic into another one.
+
+        target:     created with the settings of the source if it is not there.
+        to:         the hub of the target; by default this one.
+        partitions: how many the target has; by default as many as the source. With as many, and the same partitioner,
+                    each message stays in the partition of its number.
+        start:      where the copy begins in each partition: an offset, or a time; by default at the first message.
+                    A copy that has begun goes on where it is.
+        end:        where it ends, this time: an offset, or the first message of a time; by default at the end.
+        append:     allow a new copy into a topic that has or had messages.
+        on_progress: called after each piece.
+        Raises CopyFailed, UnknownTopic, InvalidTopic, and what the log and the registry raise."""
+        from pxrs.copying.starting import copy
+
+        self.parts.check_usable()
+        _check_topic_name(source)
+        _check_topic_name(target)
+        hub = self if to is None else to
+        hub.parts.check_usable()
+        refuse_internal(target, "copied into")
+        read = self.log.topic(source)
+        written = hub._topics.open_like(read.topic, target, partitions)
+        if written.id == read.id:
+            raise InvalidTopic(f"{source} cannot be copied into itself")
+        written.check_writable()
+        hub.join_registry()
+        done = copy(read, written, hub.registry, start, end, may_add=append, on_progress=on_progress)
+        hub.record_audit("copy_topic", topic=source, topic_id=read.id, target=target, messages=done.messages)
+        return done
 
     def delete_topic(self, name: str, *, by: str | None = None) -> str:
         """Remove a topic and its messages, also one that is damaged. Returns its id. Raises UnknownTopic.

@@ -8,7 +8,9 @@ is logged, because the topic itself is gone, and the janitor tries again (`pxrs.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
@@ -17,6 +19,7 @@ import pyarrow as pa
 from pxrs import arguments
 from pxrs.errors import (
     InvalidRecord,
+    InvalidTopic,
     OffsetTrimmed,
     TopicDiffers,
     TopicExists,
@@ -198,6 +201,19 @@ class Topics:
                 raise TopicDiffers(asked.name, differences)
             return found
 
+    def open_like(self, topic: Topic, name: str, partitions: int | None) -> TopicLog:
+        """The topic of this name; if there is none, one with the settings of `topic`. Raises InvalidTopic if it has
+        another number of partitions than is given."""
+        try:
+            found = self._parts.log.topic(name)
+        except UnknownTopic:
+            count = topic.partitions if partitions is None else partitions
+            new = replace(topic, name=name, id=uuid.uuid4().hex, partitions=count, revision=0, extra={})
+            return self.create_or_open(new)
+        if partitions not in (None, found.partitions):
+            raise InvalidTopic(f"{name} has {counted(found.partitions, 'partition')}, and not {partitions}")
+        return found
+
     def alter(self, name: str, changes: Mapping[str, object], *, by: str | None = None) -> TopicLog:
         """Change settings of a topic, given as fields of `Topic`. Raises UnknownTopic, InvalidTopic. by: who does it;
         by default the user of this process."""
@@ -235,6 +251,7 @@ class Topics:
         if identity in keeping:
             deleted_topics.forget(self._parts, identity)
         deleted_topics.forget_published(self._parts, identity)
+        deleted_topics.forget_copies(self._parts, identity)
         self._audit("delete_topic", by, topic=name, topic_id=identity)
         return identity
 

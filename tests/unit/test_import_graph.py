@@ -40,7 +40,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("events",),
     ("group", "queue", "sources"),
     ("producer",),
-    ("consumer", "publishing"),
+    ("consumer", "publishing", "copying"),
     HOME,
     ("upkeep",),
     HUB,

@@ -13,6 +13,7 @@ from pxrs.cli.completion import TopicName
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import cell, echo, error_text, facts, show, tell_error
 from pxrs.cli.topic_changes import alter, settings_of
+from pxrs.cli.topic_copy import copy
 from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic, is_internal
 from pxrs.wording import counted, printable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True)
 app.command()(alter)
+app.command()(copy)
 
 
 @app.command()

@@ -22,6 +22,7 @@ What each role does with which keys, as recorded from real programs (tests/unit/
                               writes `deleted/<id>`
     driver of Spark           scans `spark/` and `spark/routed/`, reads or creates `spark/registry`; writes
                               `spark/<topic id>/<query>` and `spark/routed/<hub>.<query>`
+    copier into a topic       reads and writes `topics/<id>/copies/<source id>`
     upkeep, in the server     writes `upkeep/` and `topics/<id>/start`
 
 A prefix is readable if every key below it is. The folders in `LISTED`, which hold keys of many groups, queues or
@@ -67,6 +68,7 @@ _OUTCOME: Final[Rights] = {"put": "rcpd"}
 _TOPIC: Final[Rights] = {"read": "r"}
 _GATE: Final[Rights] = {"read": "rcp"}
 """For members of groups only: who gives a group a checkpoint writes the gate (O10)."""
+_COPY: Final[Rights] = {"write": "rcp"}
 _MANIFEST: Final[Rights] = {"write": "rcpd"}
 _SOURCE: Final[Rights] = {"describe": "r", "admin": "rcpd"}
 _INTERNAL: Final[Rights] = {"read": "r"}
@@ -172,6 +174,8 @@ def _subject(grants: Grants, names: Names, key: str) -> _Subject | None:
             return _Subject("queue", _TAKER, None, is_any=True)
         case ["outcomes", *_]:
             return _Subject("queue", _OUTCOME, None, is_any=True)
+        case ["topics", id, "copies", *_]:
+            return _Subject("topic", _COPY, _name_of(names.topic, id))
         case ["topics", id, *rest]:
             is_gate = rest == ["gate"] and grants.may_any("group", "member")
             return _Subject("topic", _GATE if is_gate else _TOPIC, _name_of(names.topic, id))
