@@ -119,6 +119,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
         "topic list": [("topic", "list", *at)],
         "topic describe": [("topic", "describe", "orders", *at)],
         "tail": [("tail", "orders", *at)],
+        "top": [("top", "--once", *at)],
         "check": [("check", data)],
         "group list": [("group", "list", *at)],
         "group describe": [("group", "describe", "billing", *at)],

@@ -14,6 +14,7 @@ from pxrs.errors import PxrsError
 COMMANDS: Final = {
     "send": Lazy("pxrs.cli.send", "send", "Send messages: one VALUE, or the lines of standard input."),
     "tail": Lazy("pxrs.cli.tail", "tail", "Print messages of a topic, and with -f each new one as it arrives."),
+    "top": Lazy("pxrs.cli.top", "top", "Show a hub live: rates, lag, owners, what needs attention first."),
     "topic": Lazy("pxrs.cli.topic", "app", "Create, list, describe and delete topics."),
     "group": Lazy("pxrs.cli.group", "app", "Show consumer groups, reset them, delete them."),
     "queue": Lazy("pxrs.cli.queue", "app", "Create work queues, put items into them, take items from them, show them."),
@@ -65,7 +66,7 @@ def main() -> None:
     # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        app()
+        app(prog_name="pxrs")  # also for `python -m pxrs.cli`: shells ask for completions by this name
     except (PxrsError, OSError) as error:
         from pxrs.cli.terminal import error_text, tell_error
 
