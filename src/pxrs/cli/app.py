@@ -29,6 +29,8 @@ COMMANDS: Final = {
         "app",
         "Apply retention and remove what is no longer needed, or show which process does.",
     ),
+    "events": Lazy("pxrs.cli.events", "events", "Show what happened to a hub: joins, hand-overs, fences, pauses."),
+    "audit": Lazy("pxrs.cli.events", "audit", "Show what administrators did to a hub, with who and when."),
     "check": Lazy("pxrs.cli.topic", "check", "Read every byte of a log, and report all damage."),
     "registry": Lazy(
         "pxrs.cli.registry", "app", "Look into a registry, print its DDL, and record which registry a hub belongs to."

@@ -408,6 +408,11 @@ class Log(ABC):
     def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics
         """Raise NoDirectory if this stands for the log of a hub that was opened without a directory."""
 
+    def record_events(self, events: Sequence[bytes]) -> None:
+        """Of a log that a server keeps: have the server store these events (`pxrs.events.Event.dump`) in its internal
+        topics. Every other log has these topics itself. Raises NotPermitted, InvalidArgument, ReadFailed."""
+        raise NotImplementedError(f"{self.url} is kept by no server")
+
     def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
         """Remove what deletions of topics that were cut short have left behind. May be called at any time, by several
         processes at once. What fails is logged, and tried again by the next call."""
