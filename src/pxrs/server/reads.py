@@ -1,14 +1,15 @@
 """`DoGet`: batches of a topic, as messages of Flight.
 
 The two kinds of tickets (docs/wire.md) are read differently. `positions` is one `fetch` of what is there. A range is
-read in steps, one ahead of what is being sent, and ends with an error if a part of it is not there: a reader that was
-promised a range must never get other rows, or fewer. So a slow reader of a range holds two steps of STEP_BYTES, or of
-one batch.
+read in steps, one step ahead of what is being sent, and ends with an error if a part of it is not there: a reader that
+was promised a range must never get other rows, or fewer. So the server holds two steps for a slow reader of a range.
 
-What `positions` finds are views of the log's files. A batch is copied into a message only when the one before it was
-taken by the client, so a slow reader holds one message (W5). What all readers hold is bounded by `read_held_bytes_max`;
-when that is used up, those who have taken nothing for `read_stalled_s` lose their streams, so that they cannot keep
-others from reading.
+The answer to `positions` is a list of `Outgoing`, which are views of the log's files. The server copies a batch into a
+message only when the client has taken the message before it, so it holds one message for a slow reader (W5).
+
+Messages that clients have not taken yet are counted in `Room.budget`, before they are made. Its size is
+`read_held_bytes_max`. When it is used up, the server ends the streams whose clients have taken nothing for
+`read_stalled_s`, so that they cannot keep others from reading.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import pyarrow as pa
+
 from pxrs.errors import Closed, InvalidArgument, OffsetOutOfRange, OffsetTrimmed, PxrsError, ServerBusy
-from pxrs.log.batch import Batch
-from pxrs.log.contract import Fetched, TopicLog
+from pxrs.log.batch import FRAME_BYTES_MAX, Batch, encode
+from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
 from pxrs.server.given import Given
@@ -33,6 +36,9 @@ SCHEMA_MESSAGE: Final = flight.flight_data(flight.FlightData(header=flight.SCHEM
 """The first message of every stream of batches."""
 STEP_BYTES: Final = 1 << 20
 """About how many bytes of a range are read at a time, but at least one batch."""
+STEP_ROOM: Final = 2 * STEP_BYTES
+"""How many bytes of room are taken for a step before its size is known. More is taken before a larger step is encoded.
+"""
 SMALL_BYTES: Final = 256 << 10
 """Batches below this length are encoded on the event loop: to hand one to a thread takes longer."""
 ROOM_TRIES: Final = 3
@@ -76,15 +82,37 @@ class Room:
             )
 
 
-def encode_batch(batch: Batch, partition: int) -> bytes:
-    """One batch as a message; one without rows, which is a gap, has metadata alone."""
-    about: dict[str, Any] = {"partition": partition, "offset": batch.base_offset}
-    if batch.next_offset != batch.base_offset + batch.records.num_rows:
-        about["next"] = batch.next_offset
-    if not batch.records.num_rows:
-        return flight.flight_data(flight.FlightData(app_metadata=wire.dumps(about)))
-    header, body = flight.ipc_message(batch.records.serialize() if batch.encoded is None else batch.encoded)
-    return flight.flight_data(flight.FlightData(header, body, wire.dumps(about)))
+class Outgoing(NamedTuple):
+    """A batch that is to be sent."""
+
+    about: bytes
+    """Its `app_metadata`."""
+    size: int
+    """About how many bytes its message will have."""
+    data: pa.Buffer | None
+    """The batch as one Arrow IPC message; None if it has yet to be encoded."""
+    records: pa.RecordBatch | None
+    """What is to be encoded. None if there is nothing to encode: `data` is given, or the batch is a gap."""
+
+    @classmethod
+    def of(cls, batch: Batch, partition: int) -> Outgoing:
+        """If the stored bytes are known, the records are dropped: those of a compressed batch may be large."""
+        about: dict[str, Any] = {"partition": partition, "offset": batch.base_offset}
+        records, data = batch.records, batch.encoded
+        if batch.next_offset != batch.base_offset + records.num_rows:
+            about["next"] = batch.next_offset
+        if data is None and records.num_rows:
+            if (size := records.nbytes) <= FRAME_BYTES_MAX:
+                return cls(wire.dumps(about), size, None, records)
+            # A part of a compressed batch. Without compression it would be too long for a message.
+            data = encode(records, "zstd").data
+        return cls(wire.dumps(about), 0 if data is None else data.size, data, None)
+
+    def message(self) -> bytes:
+        """A gap has metadata alone."""
+        data = self.data if self.records is None else self.records.serialize()
+        header, body = (b"", b"") if data is None else flight.ipc_message(data)
+        return flight.flight_data(flight.FlightData(header, body, self.about))
 
 
 class ReadStream:
@@ -132,20 +160,17 @@ class ReadStream:
     async def _send_fetched(self, given: Given, send: Send) -> None:
         fetched = await run(self._pools.data, functools.partial(_fetch, self._served, self._limits, given))
         await self._send_schema(given, send)
-        for partition, found in fetched.items():
-            await self._send_batches(partition, found.batches, send)
-            if found.error is not None:
-                about = {"partition": partition, "error": wire.error_to_dict(found.error)}
-                await send(flight.flight_data(flight.FlightData(app_metadata=wire.dumps(about))))
+        for each in fetched:
+            await self._send_one(each, send)
 
     async def _send_range(self, asked: _Range, send: Send) -> None:
         step: _Step | None = await self._step(asked.read, asked.start)
-        await self._send_schema(asked.given, send)
         ahead: asyncio.Future[_Step] | None = None
         try:
+            await self._send_schema(asked.given, send)
             while step is not None:
                 start = step.next_offset
-                if start < asked.end and self._room.budget.has_room(STEP_BYTES):
+                if start < asked.end and self._room.budget.has_room(STEP_ROOM):
                     ahead = asyncio.ensure_future(self._step(asked.read, start))
                 for message in step.messages:
                     await self._room.send(self, message, send)
@@ -168,36 +193,46 @@ class ReadStream:
 
     async def _step(self, read: Callable[[int], _Step], start: int) -> _Step:
         """The next messages of a range. They hold room until they are sent."""
-        taken = await self._room.take(STEP_BYTES)
+        budget = self._room.budget
+        taken = await self._room.take(STEP_ROOM)
         try:
             step = await run(self._pools.data, functools.partial(read, start))
+            if step.unencoded:
+                budget.give_back(taken)
+                taken = 0  # `take` may raise an error
+                taken = await self._room.take(sum(each.size for each in step.unencoded))
+                step = await run(self._pools.data, step.encoded)
         except BaseException:
-            self._room.budget.give_back(taken)
+            budget.give_back(taken)
             raise
-        return step._replace(taken=self._room.budget.exchange(taken, sum(map(len, step.messages))))
+        return step._replace(taken=budget.exchange(taken, min(taken, sum(map(len, step.messages)))))
 
     def _drop(self, ahead: asyncio.Future[_Step]) -> None:
         """A callback: what was read ahead is not sent."""
         if not ahead.cancelled() and ahead.exception() is None:
             self._room.budget.give_back(ahead.result().taken)
 
-    async def _send_batches(self, partition: int, batches: Iterable[Batch], send: Send) -> None:
-        for batch in batches:
-            size = batch.records.nbytes if batch.encoded is None else batch.encoded.size
-            taken = await self._room.take(size)
-            try:
-                encode = functools.partial(encode_batch, batch, partition)
-                message = encode() if size < SMALL_BYTES else await run(self._pools.data, encode)
-                await self._room.send(self, message, send)
-            finally:
-                self._room.budget.give_back(taken)
+    async def _send_one(self, outgoing: Outgoing, send: Send) -> None:
+        taken = await self._room.take(outgoing.size)
+        try:
+            is_small = outgoing.size < SMALL_BYTES
+            message = outgoing.message() if is_small else await run(self._pools.data, outgoing.message)
+            await self._room.send(self, message, send)
+        finally:
+            self._room.budget.give_back(taken)
 
 
-def _fetch(served: Served, limits: ServerLimits, given: Given) -> dict[int, Fetched]:
+def _fetch(served: Served, limits: ServerLimits, given: Given) -> list[Outgoing]:
     topic = served.permitted_topic(given)
     asked = given.whole_or_none("max_bytes")
     most = limits.read_bytes_max if asked is None else min(max(1, asked), limits.read_bytes_max)
-    return topic.fetch(given.pairs("positions") or {}, most, timeout=0)
+    found: list[Outgoing] = []
+    for partition, fetched in topic.fetch(given.pairs("positions") or {}, most, timeout=0).items():
+        found += [Outgoing.of(batch, partition) for batch in fetched.batches]
+        if fetched.error is not None:
+            about = {"partition": partition, "error": wire.error_to_dict(fetched.error)}
+            found.append(Outgoing(wire.dumps(about), 0, None, None))
+    return found
 
 
 class _Step(NamedTuple):
@@ -206,8 +241,13 @@ class _Step(NamedTuple):
     messages: list[bytes]
     next_offset: int
     """Where the next step begins."""
+    unencoded: list[Outgoing]
+    """The batches of a step that needs more than STEP_ROOM, which has no messages yet. Empty otherwise."""
     taken: int = 0
     """How many bytes of the room the messages hold."""
+
+    def encoded(self) -> _Step:
+        return _Step([each.message() for each in self.unencoded], self.next_offset, [])
 
 
 class _Range:
@@ -225,7 +265,8 @@ class _Range:
         self._topic: TopicLog | None = None
 
     def read(self, start: int) -> _Step:
-        """Read and encode the batches from this offset on. Runs on a thread of the pool, one call at a time."""
+        """Read the batches from this offset on, and encode them unless they need more than STEP_ROOM. Runs on a thread
+        of the pool, one call at a time."""
         if self._topic is None:
             self._topic = self._served.permitted_topic(self.given)
         else:
@@ -233,11 +274,12 @@ class _Range:
         topic, partition = self._topic, self._partition
         if start >= self.end:
             topic.bounds((partition,))  # raises an error if there is no such partition
-            return _Step([], start)
+            return _Step([], start, [])
         batches = topic.read(partition, start, STEP_BYTES)
         if not batches:
             raise OffsetOutOfRange(f"{topic.name}/{partition}", self.end, start)
         if batches[0].base_offset != start:
             raise OffsetTrimmed(f"{topic.name}/{partition}", start, batches[0].base_offset)
         chosen = [batch.within(start, self.end) for batch in batches if batch.base_offset < self.end]
-        return _Step([encode_batch(batch, partition) for batch in chosen], chosen[-1].next_offset)
+        step = _Step([], chosen[-1].next_offset, [Outgoing.of(batch, partition) for batch in chosen])
+        return step.encoded() if sum(each.size for each in step.unencoded) <= STEP_ROOM else step
