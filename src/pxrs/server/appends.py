@@ -40,6 +40,8 @@ from pxrs.server.settings import ServerLimits
 T = TypeVar("T")
 ABOUT_BYTES_MAX: Final = 4096
 """How long the JSON that comes with a batch may be."""
+SCHEMA_BYTES_MAX: Final = 64 << 10
+"""How long the schema at the beginning of a stream may be, which is decoded on the event loop. The log's has 1 kB."""
 SMALL_BYTES: Final = 64 << 10
 """Appends below this size are decoded on the event loop."""
 _EPOCH_MAX: Final = (1 << 32) - 1
@@ -204,6 +206,10 @@ class AppendStream:
 
     async def _receive(self, messages: AsyncIterator[bytes]) -> _Group | None:
         """The batches of the next append, checked; None if the client has ended the stream."""
+        if not self._budget.has_room(1):
+            # The room for a message can be taken only when its size is known. So if there is none, no stream may hold
+            # a message beside the append that it stores.
+            await self._is_stored.wait()
         message = await anext(messages, None)
         if message is None:
             return None
@@ -280,6 +286,8 @@ class AppendStream:
             about = wire.loads(command)
         except (ValueError, RecursionError) as error:
             raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
+        if len(first.header) > SCHEMA_BYTES_MAX:
+            raise InvalidRecord(f"the schema of the stream is longer than {SCHEMA_BYTES_MAX:,} bytes")
         _check_schema(first)
         return Given("DoPut", about)
 

@@ -355,11 +355,11 @@ def test_a_slow_reader_holds_two_batches_and_slows_nobody(start: Start) -> None:
 
 
 def test_stalled_readers_lose_their_streams_when_others_need_the_room(start: Start) -> None:
-    running = start(read_held_bytes_max=4 << 20, read_stalled_s=0.3)
+    running = start(read_held_bytes_max=8 << 20, read_stalled_s=0.3)
     fill(running.hub, 20)
     with connect(running.address, SMALL_WINDOW) as slow, connect(running.address) as channel:
         calls = [get(slow, topic="t", partition=0, start=0, end=320) for _ in range(8)]
-        until(lambda: running.ask(lambda server: server.service.reading.budget.held) >= 2 << 20)
+        until(lambda: running.ask(lambda server: server.service.reading.budget.held) >= 6 << 20)
         assert len(rows(channel, topic="t", partition=0, start=0, end=320)) == 320
         ended = []
         for call in calls:

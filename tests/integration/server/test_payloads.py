@@ -18,7 +18,7 @@ from pxrs.model import CODECS
 from pxrs.remote import flight
 from pxrs.server.layout import _Table, read_layout
 from tests.integration.server.conftest import Running
-from tests.integration.server.peer import Put, act, batch_message, connect, error_of, get, records, rows
+from tests.integration.server.peer import Put, act, batch_message, connect, error_of, get, method, records, rows
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,16 @@ def test_a_message_of_many_fields_is_refused_before_all_of_them_are_read(channel
     error = refusal(channel, b"\x08\x00" * 2_000)
     assert isinstance(error, InvalidArgument)
     assert "fields" in str(error)
+
+
+def test_a_schema_that_is_too_long_is_refused_before_it_is_read(channel: grpc.Channel) -> None:
+    schema = pa.schema([pa.field(str(number), pa.int8()) for number in range(5_000)])
+    header, _ = flight.ipc_message(schema.serialize())
+    first = flight.flight_data(flight.FlightData(header, command=b'{"topic":"t"}'))
+    call = channel.stream_stream(method("DoPut"))(iter([first]), timeout=30)
+    with pytest.raises(grpc.RpcError) as failed:
+        next(call)
+    assert "65,536 bytes" in str(error_of(failed.value))
 
 
 @pytest.mark.parametrize("codec", CODECS[1:])
