@@ -2,7 +2,8 @@
 
 The two kinds of tickets (docs/wire.md) are read differently. `positions` is one `fetch` of what is there. A range is
 read in steps, one step ahead of what is being sent, and ends with an error if a part of it is not there: a reader that
-was promised a range must never get other rows, or fewer. So the server holds two steps for a slow reader of a range.
+was promised a range must never get other rows, or fewer. So the server holds two steps for a slow reader of a range,
+and one message if other readers need the room.
 
 The answer to `positions` is a list of `Outgoing`, which are views of the log's files. The server copies a batch into a
 message only when the client has taken the message before it, so it holds one message for a slow reader (W5).
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -41,7 +43,10 @@ STEP_ROOM: Final = 2 * STEP_BYTES
 """
 SMALL_BYTES: Final = 256 << 10
 """Batches below this length are encoded on the event loop: to hand one to a thread takes longer."""
-ROOM_TRIES: Final = 3
+PAUSED_S: Final = 0.1
+"""A client that takes nothing for so long pauses. If others need room, what was read ahead for it is given up."""
+WAITS_MAX: Final = 3
+"""How many times `read_stalled_s` a stream waits for room."""
 
 
 class Room:
@@ -49,9 +54,12 @@ class Room:
 
     def __init__(self, limits: ServerLimits) -> None:
         self._stalled_s = limits.read_stalled_s
+        self._paused_s = min(PAUSED_S, limits.read_stalled_s)
         self.budget = Budget(limits.read_held_bytes_max, "batches that other clients have not taken yet")
         self._sending: dict[ReadStream, float] = {}
         """The streams that are sending, and since when: the one that has waited longest first."""
+        self._relieved_at = 0.0
+        """When `_relieve` was called last."""
 
     async def send(self, stream: ReadStream, message: bytes, send: Send) -> None:
         self._sending[stream] = time.monotonic()
@@ -61,25 +69,42 @@ class Room:
             del self._sending[stream]
 
     async def take(self, size: int) -> int:
-        """Raises ServerBusy if there is no room although nobody is stalled."""
+        """Raises ServerBusy if there is no room for a long time although nobody is stalled."""
         if self.budget.has_room(size):
             return await self.budget.take(size)
-        for _ in range(ROOM_TRIES):
-            self._end_stalled()
-            try:
-                return await self.budget.take(size, self._stalled_s)
-            except ServerBusy:
-                continue
-        return await self.budget.take(size, 0)
+        waiting = asyncio.ensure_future(self.budget.take(size, WAITS_MAX * self._stalled_s))
+        try:
+            while not waiting.done():
+                self._relieve()
+                await asyncio.wait((waiting,), timeout=self._paused_s)
+        except asyncio.CancelledError:
+            waiting.cancel()
+            waiting.add_done_callback(self._drop)
+            raise
+        return waiting.result()
 
-    def _end_stalled(self) -> None:
-        before = time.monotonic() - self._stalled_s
+    def _drop(self, waiting: asyncio.Future[int]) -> None:
+        """A callback: nobody needs the room that was taken."""
+        if not waiting.cancelled() and waiting.exception() is None:
+            self.budget.give_back(waiting.result())
+
+    def _relieve(self) -> None:
+        """Make room: streams whose clients pause hold only the message that is being sent, and those whose clients have
+        taken nothing for `read_stalled_s` end. Does nothing if it was called a moment ago."""
+        now = time.monotonic()
+        if now < self._relieved_at + self._paused_s / 2:
+            return
+        self._relieved_at = now
         for stream, since in list(self._sending.items()):
-            if since > before:
+            if since > now - self._paused_s:
                 break
-            stream.end(
-                ServerBusy(f"the client has taken nothing for {self._stalled_s:g} s, and other clients need the room")
-            )
+            stream.shrink()
+            if since <= now - self._stalled_s:
+                stream.end(
+                    ServerBusy(
+                        f"the client has taken nothing for {self._stalled_s:g} s, and other clients need the room"
+                    )
+                )
 
 
 class Outgoing(NamedTuple):
@@ -93,6 +118,8 @@ class Outgoing(NamedTuple):
     """The batch as one Arrow IPC message; None if it has yet to be encoded."""
     records: pa.RecordBatch | None
     """What is to be encoded. None if there is nothing to encode: `data` is given, or the batch is a gap."""
+    next_offset: int = 0
+    """The offset behind the batch."""
 
     @classmethod
     def of(cls, batch: Batch, partition: int) -> Outgoing:
@@ -103,10 +130,10 @@ class Outgoing(NamedTuple):
             about["next"] = batch.next_offset
         if data is None and records.num_rows:
             if (size := records.nbytes) <= FRAME_BYTES_MAX:
-                return cls(wire.dumps(about), size, None, records)
+                return cls(wire.dumps(about), size, None, records, batch.next_offset)
             # A part of a compressed batch. Without compression it would be too long for a message.
             data = encode(records, "zstd").data
-        return cls(wire.dumps(about), 0 if data is None else data.size, data, None)
+        return cls(wire.dumps(about), 0 if data is None else data.size, data, None, batch.next_offset)
 
     def message(self) -> bytes:
         """A gap has metadata alone."""
@@ -123,6 +150,8 @@ class ReadStream:
         self._task: asyncio.Task[None] | None = None
         self._why: PxrsError | None = None
         """Why the server ends the stream."""
+        self._held: _Held | None = None
+        """What the stream holds if it sends a range."""
 
     may_end = False
     """A read that is under way is finished if there is time."""
@@ -164,26 +193,29 @@ class ReadStream:
             await self._send_one(each, send)
 
     async def _send_range(self, asked: _Range, send: Send) -> None:
-        step: _Step | None = await self._step(asked.read, asked.start)
-        ahead: asyncio.Future[_Step] | None = None
+        held = self._held = _Held(self._room.budget)
+        held.add(await self._step(asked.read, asked.start))
         try:
             await self._send_schema(asked.given, send)
-            while step is not None:
-                start = step.next_offset
-                if start < asked.end and self._room.budget.has_room(STEP_ROOM):
-                    ahead = asyncio.ensure_future(self._step(asked.read, start))
-                for message in step.messages:
-                    await self._room.send(self, message, send)
-                self._room.budget.give_back(step.taken)
-                step = None
-                if start < asked.end:
-                    step, ahead = await (ahead or self._step(asked.read, start)), None
+            while True:
+                if held.next_offset < asked.end and self._room.budget.has_room(STEP_ROOM):
+                    held.ahead = asyncio.ensure_future(self._step(asked.read, held.next_offset))
+                while held.messages:
+                    await self._room.send(self, held.pop(), send)
+                held.give_back()
+                if held.next_offset >= asked.end:
+                    return
+                step = await (held.ahead or self._step(asked.read, held.next_offset))
+                held.ahead = None
+                held.add(step)
         finally:
-            if step is not None:
-                self._room.budget.give_back(step.taken)
-            if ahead is not None:
-                ahead.cancel()
-                ahead.add_done_callback(self._drop)
+            held.shrink()
+            held.give_back()
+
+    def shrink(self) -> None:
+        """Give up what was read ahead of the message that is being sent. It will be read again."""
+        if self._held is not None:
+            self._held.shrink()
 
     @staticmethod
     async def _send_schema(given: Given, send: Send) -> None:
@@ -205,12 +237,8 @@ class ReadStream:
         except BaseException:
             budget.give_back(taken)
             raise
-        return step._replace(taken=budget.exchange(taken, min(taken, sum(map(len, step.messages)))))
-
-    def _drop(self, ahead: asyncio.Future[_Step]) -> None:
-        """A callback: what was read ahead is not sent."""
-        if not ahead.cancelled() and ahead.exception() is None:
-            self._room.budget.give_back(ahead.result().taken)
+        held = sum(len(message) for message, _ in step.messages)
+        return step._replace(taken=budget.exchange(taken, min(taken, held)))
 
     async def _send_one(self, outgoing: Outgoing, send: Send) -> None:
         taken = await self._room.take(outgoing.size)
@@ -238,7 +266,8 @@ def _fetch(served: Served, limits: ServerLimits, given: Given) -> list[Outgoing]
 class _Step(NamedTuple):
     """A part of a range."""
 
-    messages: list[bytes]
+    messages: list[tuple[bytes, int]]
+    """Each with the offset behind it."""
     next_offset: int
     """Where the next step begins."""
     unencoded: list[Outgoing]
@@ -247,7 +276,56 @@ class _Step(NamedTuple):
     """How many bytes of the room the messages hold."""
 
     def encoded(self) -> _Step:
-        return _Step([each.message() for each in self.unencoded], self.next_offset, [])
+        return _Step([(each.message(), each.next_offset) for each in self.unencoded], self.next_offset, [])
+
+
+class _Held:
+    """What the stream of a range holds: the messages of one step that have yet to be sent, and the step after it."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.messages: deque[tuple[bytes, int]] = deque()
+        """As in `_Step`."""
+        self.next_offset = 0
+        """Where the step after these messages begins."""
+        self.ahead: asyncio.Future[_Step] | None = None
+        """That step, which is read while these messages are sent."""
+        self._sending = b"", 0
+        """The message that was taken out last, and the offset behind it."""
+        self._taken = 0
+        """How many bytes of the room the messages hold, with the one that is being sent."""
+
+    def add(self, step: _Step) -> None:
+        """The step holds its room already."""
+        self.messages.extend(step.messages)
+        self.next_offset, self._taken = step.next_offset, step.taken
+
+    def pop(self) -> bytes:
+        """Take out the next message, which is to be sent now."""
+        self._sending = self.messages.popleft()
+        return self._sending[0]
+
+    def give_back(self) -> None:
+        """Nothing is held any more but what is read ahead."""
+        self._budget.give_back(self._taken)
+        self._sending, self._taken = (b"", 0), 0
+
+    def shrink(self) -> None:
+        """Keep nothing but the message that is being sent."""
+        message, following = self._sending
+        if self.messages:
+            self.messages.clear()
+            self.next_offset = following
+        self._taken = self._budget.exchange(self._taken, min(self._taken, len(message)))
+        if self.ahead is not None:
+            self.ahead.cancel()
+            self.ahead.add_done_callback(self._drop)
+            self.ahead = None
+
+    def _drop(self, ahead: asyncio.Future[_Step]) -> None:
+        """A callback: what was read ahead is not sent."""
+        if not ahead.cancelled() and ahead.exception() is None:
+            self._budget.give_back(ahead.result().taken)
 
 
 class _Range:
@@ -266,7 +344,7 @@ class _Range:
 
     def read(self, start: int) -> _Step:
         """Read the batches from this offset on, and encode them unless they need more than STEP_ROOM. Runs on a thread
-        of the pool, one call at a time."""
+        of the pool. The first call has returned when the next one begins."""
         if self._topic is None:
             self._topic = self._served.permitted_topic(self.given)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 import pxrs
 from pxrs.errors import InvalidArgument, InvalidRecord, LeaseExpired, ServerBusy
 from pxrs.hub import Hub
-from pxrs.remote import wire
+from pxrs.remote import flight, wire
 from pxrs.server.auth import tokens
 from pxrs.server.given import ITEMS_MAX, Given
 from pxrs.server.grants import Grants
@@ -368,6 +369,27 @@ def test_stalled_readers_lose_their_streams_when_others_need_the_room(start: Sta
             except grpc.RpcError as failure:
                 ended.append(type(error_of(failure)))
         assert set(ended) == {ServerBusy}
+
+
+def test_w5_readers_that_pause_keep_no_others_waiting(start: Start) -> None:
+    """Each has read ahead what there is room for, and pauses for less than `read_stalled_s`."""
+    running = start(read_held_bytes_max=8 << 20, read_stalled_s=20.0)
+    fill(running.hub, 60, 200_000)
+    with connect(running.address, SMALL_WINDOW) as paused, connect(running.address) as channel:
+        calls = [get(paused, topic="t", partition=0, start=0, end=960) for _ in range(12)]
+        until(lambda: running.ask(lambda server: server.service.reading.budget.held) > 6 << 20)
+        began = time.monotonic()
+        everything = [(0, number) for number in range(960)]
+        assert [row[:2] for row in rows(channel, topic="t", partition=0, start=0, end=960)] == everything
+        assert time.monotonic() - began < 10
+        for call in calls:  # they get all rows, though some were read twice
+            offsets = []
+            for data in call:
+                message = flight.read_flight_data(data)
+                if len(message.app_metadata):
+                    offsets.append(json.loads(bytes(message.app_metadata))["offset"])
+            assert offsets == list(range(0, 960, 16))
+    until(lambda: running.ask(lambda server: server.service.reading.budget.held) == 0)
 
 
 def test_readers_of_large_batches_hold_no_more_than_there_is_room(start: Start) -> None:
