@@ -41,7 +41,8 @@ class ServerLimits:
     append_decoded_bytes_max: int = 512 << 20
     """How many bytes a compressed batch may have once it is decompressed."""
     append_rest_s: float = 30.0
-    """How long the server holds the beginning of an append, and waits for the rest of it."""
+    """How long the server holds the beginning of an append and waits for the rest of it, and how long an answer may
+    wait to be taken by the client."""
     read_bytes_max: int = 16 << 20
     """How many bytes one read returns at most, whatever a client asks for; at least one batch."""
     read_held_bytes_max: int = 256 << 20

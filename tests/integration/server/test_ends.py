@@ -59,6 +59,19 @@ def stop(running: Running) -> threading.Thread:
     return thread
 
 
+def test_a_stream_whose_hello_comes_while_the_server_stops_is_ended_without_a_goodbye(start: Start) -> None:
+    """A goodbye before the hello would be taken for the answer of something that is no server of pxrs."""
+    running = start(drain_s=10.0)
+    with connect(running.address) as channel, Control(channel, is_greeted=False) as control:
+        until(lambda: running.ask(lambda server: len(server.service.streams)) == 1)
+        stopping = stop(running)
+        with pytest.raises(grpc.RpcError) as ended:
+            control.receive()
+        assert isinstance(error_of(ended.value), Closed)
+        stopping.join(20)
+        assert not stopping.is_alive()
+
+
 def test_a_server_that_stops_says_goodbye_and_ends_idle_streams_in_order(start: Start) -> None:
     running = start(drain_s=10.0)
     running.hub.create_topic("t", partitions=1)
