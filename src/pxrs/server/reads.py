@@ -9,8 +9,9 @@ The answer to `positions` is a list of `Outgoing`, which are views of the log's 
 message only when the client has taken the message before it, so it holds one message for a slow reader (W5).
 
 Messages that clients have not taken yet are counted in `Room.budget`, before they are made. Its size is
-`read_held_bytes_max`. When it is used up, the server ends the streams whose clients have taken nothing for
-`read_stalled_s`, so that they cannot keep others from reading.
+`read_held_bytes_max`. When it is used up, the server gives up what it has read ahead for clients that pause
+(`ReadStream.shrink`), and reads it again later. It ends the streams whose clients have taken nothing for
+`read_stalled_s`. So neither can keep others from reading.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SMALL_BYTES: Final = 256 << 10
 PAUSED_S: Final = 0.1
 """A client that takes nothing for so long pauses. If others need room, what was read ahead for it is given up."""
 WAITS_MAX: Final = 3
-"""How many times `read_stalled_s` a stream waits for room."""
+"""A stream waits this many times `read_stalled_s` for room, and then ends with ServerBusy."""
 
 
 class Room:
@@ -62,6 +63,7 @@ class Room:
         """When `_relieve` was called last."""
 
     async def send(self, stream: ReadStream, message: bytes, send: Send) -> None:
+        """Send a message. Meanwhile the stream may be shrunk or ended."""
         self._sending[stream] = time.monotonic()
         try:
             await send(message)
@@ -231,7 +233,7 @@ class ReadStream:
             step = await run(self._pools.data, functools.partial(read, start))
             if step.unencoded:
                 budget.give_back(taken)
-                taken = 0  # `take` may raise an error
+                taken = 0  # if the next line raises an error, there is nothing more to give back
                 taken = await self._room.take(sum(each.size for each in step.unencoded))
                 step = await run(self._pools.data, step.encoded)
         except BaseException:
