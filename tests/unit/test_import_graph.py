@@ -43,6 +43,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("consumer", "publishing", "copying"),
     HOME,
     ("upkeep",),
+    ("backup",),
     HUB,
     ("server",),
     ("spark",),
