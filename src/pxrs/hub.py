@@ -24,6 +24,7 @@ from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.contract import DamagedTopic, Log, Source, TopicLog
 from pxrs.log.joined import JoinedSource
+from pxrs.metrics import otel
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN
@@ -141,6 +142,7 @@ class Hub:
         self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer | TopicsConsumer] = weakref.WeakSet()
         self._janitor = Janitor(self.parts, takes_part=upkeep)
+        otel.attach()
 
     @property
     def registry(self) -> Registry:
