@@ -4,43 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pxrs import errors, registry
-from pxrs.clock import Clock
-from pxrs.hub import Hub, open
-from pxrs.log.batch import Batch, Origin, Payload
-from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
-from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
-from pxrs.model import Message, Topic, TopicPartition
-from pxrs.queue.policy import (
-    AtLeastOnce,
-    Backoff,
-    ConsumeOnce,
-    ConsumeTimes,
-    ExponentialBackoff,
-    FixedBackoff,
-    Policy,
-)
-from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
-from pxrs.topics import TopicHandle
-from pxrs.upkeep.janitor import UpkeepStatus
-from pxrs.upkeep.records import RoundReport
-from pxrs.waiting import Cancel, Subscription
-
 if TYPE_CHECKING:
+    from pxrs import errors, registry
+    from pxrs.clock import Clock
     from pxrs.consumer.consumer import ConsumedBatch, Consumer, TopicsConsumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
     from pxrs.group.records import Home, Paused
     from pxrs.group.timings import Timings
+    from pxrs.hub import Hub, open
+    from pxrs.log.batch import Batch, Origin, Payload
+    from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
+    from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
+    from pxrs.model import Message, Topic, TopicPartition
     from pxrs.options import ConsumerOptions, ProducerOptions, TopicsConsumerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.receipts import Receipt, Stored, TableReceipt
     from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
     from pxrs.queue.items import Item
     from pxrs.queue.listener import Handled, QueueListener
+    from pxrs.queue.policy import (
+        AtLeastOnce,
+        Backoff,
+        ConsumeOnce,
+        ConsumeTimes,
+        ExponentialBackoff,
+        FixedBackoff,
+        Policy,
+    )
     from pxrs.queue.transaction import Transaction
+    from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
     from pxrs.sources.catalog import RegisteredSource
+    from pxrs.topics import TopicHandle
+    from pxrs.upkeep.janitor import UpkeepStatus
+    from pxrs.upkeep.records import RoundReport
+    from pxrs.waiting import Cancel, Subscription
 
 __version__: str
 __all__ = [
@@ -113,36 +112,77 @@ __all__ = [
     "registry",
 ]
 
-# Imported when they are first used: a process of Spark's that opens a hub and reads starts in half the time without the
-# modules below. The type checker reads the imports above instead and does not see `__getattr__`, which would let it
-# take a misspelt name for an attribute of unknown type. A test compares this table with those imports.
+# Imported when they are first used. `pxrs --help` and shell completion run this file and need no pyarrow; a process of
+# Spark's that opens a hub and reads needs no more than a third of the modules. The type checker reads the imports above
+# instead and does not see `__getattr__`, which would let it take a misspelt name for an attribute of unknown type. A
+# test compares this table with those imports.
 _LAZY: Final = {
+    "ABSENT": "pxrs.registry",
+    "Append": "pxrs.log.contract",
+    "AtLeastOnce": "pxrs.queue.policy",
+    "Backoff": "pxrs.queue.policy",
+    "Batch": "pxrs.log.batch",
+    "Bounds": "pxrs.log.contract",
+    "Cancel": "pxrs.waiting",
+    "Clock": "pxrs.clock",
+    "ConsumeOnce": "pxrs.queue.policy",
+    "ConsumeTimes": "pxrs.queue.policy",
     "ConsumedBatch": "pxrs.consumer.consumer",
     "Consumer": "pxrs.consumer.consumer",
     "ConsumerOptions": "pxrs.options",
+    "DamagedTopic": "pxrs.log.contract",
     "DeadLetters": "pxrs.queue.handle",
     "Depth": "pxrs.queue.handle",
+    "Entry": "pxrs.registry",
+    "ExponentialBackoff": "pxrs.queue.policy",
+    "Fetched": "pxrs.log.contract",
+    "FixedBackoff": "pxrs.queue.policy",
     "GroupDescription": "pxrs.group.description",
     "GroupHandle": "pxrs.group.admin",
+    "Handled": "pxrs.queue.listener",
     "Home": "pxrs.group.records",
+    "Hub": "pxrs.hub",
     "Item": "pxrs.queue.items",
+    "Lease": "pxrs.registry",
+    "Limits": "pxrs.registry",
+    "Log": "pxrs.log.contract",
+    "MaybeStored": "pxrs.log.outcomes",
     "MemberDescription": "pxrs.group.description",
+    "Message": "pxrs.model",
+    "NotStored": "pxrs.log.outcomes",
+    "Origin": "pxrs.log.batch",
     "PartitionDescription": "pxrs.group.description",
     "Paused": "pxrs.group.records",
+    "Payload": "pxrs.log.batch",
+    "Policy": "pxrs.queue.policy",
     "Producer": "pxrs.producer.producer",
     "ProducerOptions": "pxrs.options",
     "QueueHandle": "pxrs.queue.handle",
-    "Handled": "pxrs.queue.listener",
     "QueueListener": "pxrs.queue.listener",
     "Receipt": "pxrs.producer.receipts",
     "RegisteredSource": "pxrs.sources.catalog",
+    "Registry": "pxrs.registry",
+    "RetentionPlan": "pxrs.log.contract",
+    "RoundReport": "pxrs.upkeep.records",
+    "Source": "pxrs.log.contract",
     "Stored": "pxrs.producer.receipts",
+    "StoredAt": "pxrs.log.outcomes",
+    "Subscription": "pxrs.waiting",
     "TableReceipt": "pxrs.producer.receipts",
     "Timings": "pxrs.group.timings",
+    "Topic": "pxrs.model",
+    "TopicHandle": "pxrs.topics",
     "TopicLag": "pxrs.group.lag",
+    "TopicLog": "pxrs.log.contract",
+    "TopicPartition": "pxrs.model",
     "TopicsConsumer": "pxrs.consumer.consumer",
     "TopicsConsumerOptions": "pxrs.options",
     "Transaction": "pxrs.queue.transaction",
+    "UpkeepStatus": "pxrs.upkeep.janitor",
+    "Watch": "pxrs.registry",
+    "errors": "pxrs",
+    "open": "pxrs.hub",
+    "registry": "pxrs",
 }
 
 if not TYPE_CHECKING:
@@ -156,7 +196,8 @@ if not TYPE_CHECKING:
         elif name in _LAZY:
             from importlib import import_module
 
-            found = getattr(import_module(_LAZY[name]), name)
+            module = _LAZY[name]
+            found = import_module(f"pxrs.{name}") if module == __name__ else getattr(import_module(module), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = found

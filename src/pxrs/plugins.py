@@ -7,17 +7,19 @@ a worker that `pxrs worker` starts, in a task of Spark.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pxrs.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 T = TypeVar("T", bound=Callable[..., object])
 
 
 def names(ours: Mapping[str, object], entry_point_group: str) -> list[str]:
     """The names that a setting may have: those of pxrs, then those of installed packages in alphabetical order."""
-    return list(dict.fromkeys([*ours, *sorted(entry.name for entry in entry_points(group=entry_point_group))]))
+    return list(dict.fromkeys([*ours, *sorted(entry.name for entry in _installed(entry_point_group))]))
 
 
 def function_named(
@@ -29,7 +31,7 @@ def function_named(
     """
     if isinstance(name, str) and name in ours:
         return ours[name]
-    installed = entry_points(group=entry_point_group)
+    installed = _installed(entry_point_group)
     # Keyed by the object that the entry point refers to: a package that is found twice is no conflict.
     found = {entry.value: entry for entry in installed if entry.name == name}
     if not found:
@@ -48,3 +50,9 @@ def function_named(
     if not callable(function):
         raise refusal(f"{setting} {name!r}: {value} is a {type(function).__name__}, and not a function")
     return cast(T, function)
+
+
+def _installed(entry_point_group: str) -> EntryPoints:
+    from importlib.metadata import entry_points  # takes longer than opening a hub, and few hubs need it
+
+    return entry_points(group=entry_point_group)

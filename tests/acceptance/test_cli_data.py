@@ -18,7 +18,7 @@ import pytest
 
 import pxrs
 from pxrs import registry
-from pxrs.cli import topic
+from pxrs.cli import send as send_command
 from pxrs.errors import AppendFailed
 from pxrs.producer.producer import Producer
 from pxrs.testing import forked
@@ -187,7 +187,7 @@ def test_lines_are_not_said_to_be_sent_if_they_could_not_be_stored(data: Path, m
     monkeypatch.setattr(Producer, "flush", fail)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"k": 1}\nx\n')))
     with pytest.raises(AppendFailed):
-        topic.send("t", str(data), "k")
+        send_command.send("t", str(data), key="k")
 
 
 def test_a_line_larger_than_a_message_is_refused_and_not_read_to_its_end(data: Path, tmp_path: Path) -> None:

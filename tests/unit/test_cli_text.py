@@ -141,7 +141,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
         "registry get": [("registry", "get", registry, key)],
     }
     processes = {"worker", "pipeline run"}  # they print events, which the processes of both make with one function
-    without = {"ping"}  # it prints durations alone
+    without = {"ping", "send"}  # which print durations alone, and no JSON at all: it reads JSON
     known = {path for path, command in every_command().items() if any("--json" in each.opts for each in command.params)}
     assert known == with_json.keys() | processes | without
     times: dict[str, set[str]] = {}

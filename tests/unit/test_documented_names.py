@@ -40,3 +40,10 @@ def test_each_question_is_answered_with_a_name() -> None:
     answers = [questions[begin:end] for begin, end in zip(begins, [*begins[1:], len(questions)], strict=True)]
     assert len(answers) >= QUESTIONS_MIN
     assert [answer for answer in answers if not NAME.search(answer)] == []
+
+
+def test_no_document_has_the_marks_of_an_unfinished_merge() -> None:
+    folder = Path(__file__).parents[2]
+    texts = [*folder.glob("*.md"), *folder.glob("docs/**/*.md")]
+    marks = ("<<<<<<< ", ">>>>>>> ")
+    assert [path.name for path in texts if any(line.startswith(marks) for line in path.read_text().splitlines())] == []

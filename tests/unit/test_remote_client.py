@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -846,6 +847,20 @@ def test_w1_an_append_whose_stream_ends_with_the_token_may_be_stored(peer: Peer)
 
 
 # Connecting.
+
+
+def test_a_server_that_ends_every_stream_at_once_is_not_asked_without_a_pause(peer: Peer) -> None:
+    registry, control = open_registry(peer)
+    with registry:
+        watching = aside(lambda: registry.watch("a/"))  # so that there must be a stream
+        control.answer(control.next())
+        watch = watching.result()
+        control.cut()
+        began = time.monotonic()
+        for _ in range(8):
+            peer.control().cut()
+        assert time.monotonic() - began > 0.5, "pauses of 0.025 s at least, then of 0.125 s"
+        watch.close()
 
 
 def test_handles_with_one_address_share_one_stream_until_the_last_is_closed(peer: Peer) -> None:

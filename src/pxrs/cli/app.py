@@ -4,52 +4,57 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-import pxrs
-from pxrs.cli import group, queue, registry, source, token, topic, upkeep, worker
-from pxrs.cli.demo.command import demo
-from pxrs.cli.ping import ping
-from pxrs.cli.pipeline.command import app as pipelines
-from pxrs.cli.serve import serve
-from pxrs.cli.terminal import error_text, tell_error
+from pxrs.cli.lazy import Lazy, LazyGroup
 from pxrs.errors import PxrsError
 
+COMMANDS: Final = {
+    "send": Lazy("pxrs.cli.send", "send", "Send messages: one VALUE, or the lines of standard input."),
+    "tail": Lazy("pxrs.cli.tail", "tail", "Print messages of a topic, and with -f each new one as it arrives."),
+    "topic": Lazy("pxrs.cli.topic", "app", "Create, list, describe and delete topics."),
+    "group": Lazy("pxrs.cli.group", "app", "Show consumer groups, reset them, delete them."),
+    "queue": Lazy("pxrs.cli.queue", "app", "Create work queues, put items into them, take items from them, show them."),
+    "source": Lazy("pxrs.cli.source", "app", "Register tables of SQL databases, to be read as topics are."),
+    "worker": Lazy("pxrs.cli.worker", "worker", "Handle messages or items of a queue, in several processes."),
+    "pipeline": Lazy("pxrs.cli.pipeline.command", "app", "Run the Spark pipelines of a file."),
+    "serve": Lazy("pxrs.cli.serve", "serve", "Serve a hub to other processes and hosts."),
+    "token": Lazy("pxrs.cli.token", "app", "Make, list and revoke the tokens of `pxrs serve --auth FILE`."),
+    "ping": Lazy("pxrs.cli.ping", "ping", "Measure round trips to a server, and show its version."),
+    "upkeep": Lazy(
+        "pxrs.cli.upkeep",
+        "app",
+        "Apply retention and remove what is no longer needed, or show which process does.",
+    ),
+    "check": Lazy("pxrs.cli.topic", "check", "Read every byte of a log, and report all damage."),
+    "registry": Lazy(
+        "pxrs.cli.registry", "app", "Look into a registry, print its DDL, and record which registry a hub belongs to."
+    ),
+    "demo": Lazy("pxrs.cli.demo.command", "demo", "Show all of it with real processes: a kill -9, a take-over, Spark."),
+}
+"""What `pxrs --help` lists, in this order."""
+
+
+class _Commands(LazyGroup):
+    table = COMMANDS
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="pxrs",
     help="A partitioned message log with fenced consumer groups, on the coordination store you already have.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
 )
-app.add_typer(
-    registry.app,
-    name="registry",
-    help="Look into a registry, print its DDL, and record which registry a hub belongs to.",
-)
-app.add_typer(topic.app, name="topic", help="Create, list, describe and delete topics.")
-app.add_typer(source.app, name="source", help="Register tables of SQL databases, to be read as topics are.")
-app.add_typer(group.app, name="group", help="Show consumer groups, reset them, delete them.")
-app.add_typer(queue.app, name="queue", help="Create work queues, put items into them, take items from them, show them.")
-app.add_typer(pipelines, name="pipeline", help="Run the Spark pipelines of a file.")
-app.add_typer(
-    upkeep.app, name="upkeep", help="Apply retention and remove what is no longer needed, or show which process does."
-)
-app.add_typer(token.app, name="token", help="Make, list and revoke the tokens of `pxrs serve --auth FILE`.")
-app.command("send")(topic.send)
-app.command("tail")(topic.tail)
-app.command("check")(topic.check)
-app.command("worker")(worker.worker)
-app.command("serve")(serve)
-app.command("ping")(ping)
-app.command("demo")(demo)
 
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
+        import pxrs
+
         typer.echo(f"pxrs {pxrs.__version__}")
         raise typer.Exit
 
@@ -62,5 +67,7 @@ def main() -> None:
     try:
         app()
     except (PxrsError, OSError) as error:
+        from pxrs.cli.terminal import error_text, tell_error
+
         tell_error(error_text(error), type(error).__name__)
         sys.exit(1)

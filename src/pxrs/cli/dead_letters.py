@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from pxrs.cli.completion import complete_queue
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import (
     cell,
@@ -26,7 +27,7 @@ from pxrs.queue.items import Item
 from pxrs.wording import counted, printable, time_text
 
 app = typer.Typer(no_args_is_help=True)
-Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
+Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=complete_queue)]
 Ids = Annotated[
     list[str] | None, typer.Argument(metavar="[ID]...", help="Only the dead letters with these ids; by default all.")
 ]

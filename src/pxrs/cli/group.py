@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from itertools import groupby
 from typing import Annotated, Any, Final
 
@@ -17,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 import pxrs
+from pxrs.cli.completion import complete_group
+from pxrs.cli.moments import FORMS, moment
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
@@ -37,7 +38,7 @@ from pxrs.group.records import Keys
 from pxrs.wording import counted, printable
 
 app = typer.Typer(no_args_is_help=True)
-Name = Annotated[str, typer.Argument(metavar="GROUP", help="The group's name.")]
+Name = Annotated[str, typer.Argument(metavar="GROUP", help="The group's name.", autocompletion=complete_group)]
 Pairs = Annotated[
     list[str] | None,
     typer.Option("--partition", metavar="P=OFFSET", help="An offset for one partition; give it for each."),
@@ -105,7 +106,7 @@ def reset(
         str | None,
         typer.Option(
             metavar="WHERE",
-            help="earliest, latest, an offset, or a time such as 2026-01-31T12:00 (without a zone: this machine's).",
+            help=f"earliest, latest, an offset, or {FORMS}.",
         ),
     ] = None,
     partition: Pairs = None,
@@ -229,10 +230,10 @@ def _where(to: str) -> To:
     if to.isdecimal():
         return int(to)
     try:
-        return datetime.fromisoformat(to).astimezone()
-    except (ValueError, OverflowError):
+        return moment(to)
+    except ValueError:
         raise typer.BadParameter(
-            f"{to!r} is neither earliest, latest, an offset nor a time such as 2026-01-31T12:00", param_hint="--to"
+            f"{to!r} is neither earliest, latest, an offset nor {FORMS}", param_hint="--to"
         ) from None
 
 

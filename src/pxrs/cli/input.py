@@ -8,6 +8,7 @@ known, and end without waiting.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from types import FrameType
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 import typer
+
+from pxrs.errors import InvalidRecord
 
 EXIT_INTERRUPTED: Final = 130
 """The exit code of a process that Ctrl-C has ended, as shells have it: 128 and the number of SIGINT."""
@@ -103,3 +106,19 @@ class Interrupts:
         self.count += 1
         if self._is_waiting or self.count > 1:
             raise KeyboardInterrupt
+
+
+def key_in(line: bytes, field: str) -> bytes | None:
+    """The key that a line has in this field of its JSON object: a string as it is, null as no key, anything else as
+    JSON. Raises InvalidRecord."""
+    try:
+        found = json.loads(line)[field]
+        text = found if isinstance(found, str) or found is None else json.dumps(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRecord(f"no JSON object with the field {field!r}: {error!r}") from error
+    except RecursionError as error:
+        raise InvalidRecord("its JSON is nested too deeply") from error
+    try:
+        return None if text is None else text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRecord(f"the field {field!r} is no text that UTF-8 can hold: {error}") from error

@@ -1,18 +1,20 @@
-"""Options that several commands have, and functions that open the hub or registry that they name."""
+"""Options that several commands have, and functions that open the hub or registry that they name.
+
+Nothing here imports pyarrow before a hub is opened: `pxrs COMMAND --help` and shell completion import this module."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import pxrs
-from pxrs.address import is_missing, parse
-from pxrs.cli.terminal import tell_error
 from pxrs.errors import InvalidUrl
+
+if TYPE_CHECKING:
+    from pxrs.hub import Hub
 
 At = Annotated[
     str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The hub: its directory, or pxrs://HOST:PORT.")
@@ -51,12 +53,15 @@ def open_hub(
     needs_log: bool = False,
     makes_registry: bool = False,
     given_as: str = "--at or PXRS_AT",
-) -> Iterator[pxrs.Hub]:
+) -> Iterator[Hub]:
     """Open an existing hub. Opening a mistyped path would create an empty registry there.
 
     needs_log:      the directory must exist even if the registry is elsewhere, because the command reads messages.
     makes_registry: the given registry need not exist: the command may be the first one that writes to it.
     given_as:       how the user gives `at`, for errors."""
+    import pxrs
+    from pxrs.registry.address import parse
+
     check_given(at, registry)
     has_server = False
     if at is not None:
@@ -73,12 +78,16 @@ def open_hub(
 
 def is_server(at: str) -> bool:
     """Whether this is the address of a server, `pxrs serve`."""
+    from pxrs.registry.address import parse
+
     return parse(at).scheme == "pxrs"
 
 
 def refuse_server(at: str | None, command: str, why: str) -> None:
     """Raise InvalidUrl if this is the address of a server. command: what to run instead, beside the server."""
     if at is not None and is_server(at):
+        from pxrs.registry.address import parse
+
         raise InvalidUrl(f"{parse(at).text}: {why}: run `{command}` on the server's host, with the hub's directory")
 
 
@@ -91,6 +100,8 @@ def check_given(at: str | None, registry: str | None) -> None:
 def check_is_there(registry: str, given_as: str, makers: str = "`pxrs queue create`") -> None:
     """Raise InvalidUrl if there is no such registry. given_as: the option that the error tells the user to correct.
     makers: the commands that create a registry."""
+    from pxrs.address import is_missing, parse
+
     if is_missing(address := parse(registry)):
         raise InvalidUrl(f"there is no registry at {address.text}: correct {given_as}, or make it with {makers}")
 
@@ -100,6 +111,8 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():
+        from pxrs.cli.terminal import tell_error
+
         tell_error("standard input is no terminal to ask at; give --yes to do it")
         raise typer.Exit(2)
     typer.confirm(question, abort=True, err=True)

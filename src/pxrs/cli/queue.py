@@ -21,7 +21,7 @@ from rich.table import Table
 import pxrs
 from pxrs.cli import dead_letters
 from pxrs.cli.dead_letters import Name, print_items
-from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
+from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, key_in, tell_typist
 from pxrs.cli.options import ExistOk, Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import (
     facts,
@@ -29,7 +29,6 @@ from pxrs.cli.terminal import (
     show,
     tell_error,
 )
-from pxrs.cli.topic import key_in
 from pxrs.errors import (
     InvalidItem,
     InvalidRecord,

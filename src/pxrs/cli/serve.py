@@ -43,7 +43,12 @@ def serve(
     ] = False,
     auth: Annotated[
         str | None,
-        typer.Option("--auth", metavar="FILE", help="Refuse clients without a token of this file: pxrs token create."),
+        typer.Option(
+            "--auth",
+            envvar="PXRS_AUTH",
+            metavar="FILE",
+            help="Refuse clients without a token of this file: pxrs token create.",
+        ),
     ] = None,
     tls_cert: Annotated[
         Path | None,

@@ -103,14 +103,19 @@ def data_text(data: bytes | None) -> str:
     return "" if data is None else data.decode(errors="backslashreplace")
 
 
-def echo_data(place: str, key: bytes | None, value: bytes | None) -> None:
-    """Print a line: where something is, its key if it has one, and its value."""
+def data_line(place: str, key: bytes | None, value: bytes | None) -> str:
+    """A line for people: where something is, its key if it has one, and its value."""
     key_text, text = data_text(key), data_text(value)
     if is_terminal():
         key_text, text = printable(key_text), printable(text)
         if not os.environ.get("NO_COLOR"):
             place, key_text = typer.style(place, dim=True), typer.style(key_text, fg=typer.colors.CYAN)
-    echo(f"{place} {text}" if key is None else f"{place} {key_text} {text}")
+    return f"{place} {text}" if key is None else f"{place} {key_text} {text}"
+
+
+def echo_data(place: str, key: bytes | None, value: bytes | None) -> None:
+    """Print such a line."""
+    echo(data_line(place, key, value))
 
 
 def data_field(name: str, data: bytes | None) -> dict[str, str | None]:

@@ -1,36 +1,25 @@
-"""`pxrs topic`, `pxrs send`, `pxrs tail`, `pxrs check`: a log from the command line."""
+"""`pxrs topic`, `pxrs check`: the topics of a log from the command line."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
-import pxrs
-from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
-from pxrs.cli.options import At, ExistOk, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
-from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
-from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
-from pxrs.log.contract import Source
-from pxrs.log.messages import messages_of
-from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
-from pxrs.producer.producer import Producer
-from pxrs.producer.tables import MESSAGE_BYTES_MAX
-from pxrs.wording import counted, printable, rfc3339
+from pxrs.cli.completion import TopicName
+from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub, refuse_server
+from pxrs.cli.terminal import cell, echo, error_text, facts, show, tell_error
+from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
+from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic
+from pxrs.wording import counted, printable
+
+if TYPE_CHECKING:
+    from pxrs.hub import Hub
 
 app = typer.Typer(no_args_is_help=True)
-SEND_ROWS = 5_000
-LINE_BYTES_MAX = MESSAGE_BYTES_MAX + 2
-"""How many bytes of a line are read: the largest message and its line end. The rest of a longer line is not read."""
 
 
 @app.command()
@@ -58,6 +47,8 @@ def create(
     registry: RegistryUrl = None,
 ) -> None:
     """Create a topic."""
+    import pxrs
+
     with pxrs.open(at, registry) as hub:
         create_topic = partial(
             hub.create_topic,
@@ -94,6 +85,8 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
             told = {"damage": row.damage, "ends_problem": row.ends_problem}
             typer.echo(json.dumps(plain | {field: text for field, text in told.items() if text is not None}))
     else:
+        from rich.table import Table
+
         table = Table("topic", box=None, header_style="bold")
         table.add_column("partitions", justify="right")
         table.add_column("messages", justify="right")
@@ -112,7 +105,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _count_sources(hub: pxrs.Hub) -> int:
+def _count_sources(hub: Hub) -> int:
     """How many registered sources there are; 0 if the registry cannot be asked, because topics are listed without
     it."""
     try:
@@ -133,7 +126,7 @@ class _Row(NamedTuple):
     """Why `messages` is only a lower bound."""
 
 
-def _rows(hub: pxrs.Hub) -> list[_Row]:
+def _rows(hub: Hub) -> list[_Row]:
     advice = "restore the file from a copy, or delete the topic"
     rows = [_Row(each.name, None, None, f"{each.error}; {advice}") for each in hub.damaged_topics()]
     for topic in hub.topics():
@@ -148,7 +141,7 @@ def _rows(hub: pxrs.Hub) -> list[_Row]:
 
 
 @app.command()
-def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def describe(name: TopicName, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show the settings of a topic, the first and next offset of each partition, why its retention removes nothing, and
     why there may be messages that this process cannot show."""
     with open_hub(at, registry, needs_log=True) as hub:
@@ -172,6 +165,9 @@ def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = Fa
         problems = {"retention_problem": problem, "ends_problem": ends_problem}
         typer.echo(json.dumps({**settings, **problems, "partitions": offsets}))
         return
+    from rich.table import Table
+    from rich.text import Text
+
     told = {"retention is held up": problem, "there may be more messages": ends_problem}
     lines = [Text.assemble((f"{what}: ", "bold red"), printable(why)) for what, why in told.items() if why is not None]
     table = Table(box=None, header_style="bold")
@@ -184,12 +180,14 @@ def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = Fa
 
 @app.command()
 def delete(
-    name: str,
+    name: TopicName,
     at: At,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     registry: RegistryUrl = None,
 ) -> None:
     """Remove a topic and all its messages."""
+    import pxrs
+
     with pxrs.open(at, registry) as hub:
         try:
             what = f"its {counted(_count(hub, hub.topic(name).topic), 'message')}"
@@ -202,163 +200,7 @@ def delete(
     typer.echo(f"removed {name} and {what}")
 
 
-def send(
-    topic: str,
-    at: At,
-    key: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Lines are JSON objects; this field is each message's key.")
-    ] = None,
-    registry: RegistryUrl = None,
-) -> None:
-    """Send each line of standard input as a message; all are durable when the command ends.
-
-    With --key, a field that is null means no key. A line that cannot be sent ends the command, once the lines
-    before it are durable. Ctrl-C ends it too: it prints how many messages were sent, and the exit code is 130.
-    """
-    if sys.stdin is None:
-        raise InvalidRecord("standard input is closed; give it the lines to send")
-    err = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} sent"), TimeElapsedColumn())
-    bar = Progress(*columns, console=err, disable=not err.is_terminal or is_typed())
-    with pxrs.open(at, registry) as hub, hub.producer(topic) as out, bar:
-        tell_typist(f"sent to {topic} as a message")
-        task = bar.add_task("sending", total=None)
-        lines = _Lines(out, key, lambda count: bar.update(task, completed=count))
-        try:
-            with Interrupts() as interrupts:
-                try:
-                    lines.send(interrupts)
-                except KeyboardInterrupt:
-                    if interrupts.count > 1:
-                        raise
-                out.flush()
-        except KeyboardInterrupt:
-            read = counted(lines.count, "message")
-            bar.stop()
-            end_after_second_interrupt(f"how many of {read} are stored in {topic} is not known")
-        bar.update(task, completed=lines.count)
-    sent = f"sent {counted(lines.count, 'message')} to {topic}"
-    if interrupts.count:
-        raise interrupted(f"{sent}; what was sent is durable")
-    typer.echo(sent)
-
-
-class _Lines:
-    """Sends the lines of standard input, and counts those that the producer has accepted."""
-
-    def __init__(self, out: Producer, key: str | None, progress: Callable[[int], None]) -> None:
-        self._out, self._key, self._progress = out, key, progress
-        self.count = 0
-
-    def send(self, interrupts: Interrupts) -> None:
-        """Send all lines. Raises KeyboardInterrupt on Ctrl-C: then exactly the counted lines are in the producer."""
-        stdin = sys.stdin.buffer
-        while line := interrupts.wait(lambda: stdin.readline(LINE_BYTES_MAX)):
-            try:
-                value = line.removesuffix(b"\n").removesuffix(b"\r")
-                self._out.send(value, key=None if self._key is None else key_in(value, self._key))
-            except InvalidRecord as error:
-                self._out.flush()  # so that the error can say that the lines before it were sent
-                before = f"{counted(self.count, 'line')} before it {'was' if self.count == 1 else 'were'} sent"
-                raise InvalidRecord(f"line {self.count + 1:,}: {error}; {before}") from error
-            self.count += 1
-            if self.count % SEND_ROWS == 0:
-                self._progress(self.count)
-
-
-def key_in(line: bytes, field: str) -> bytes | None:
-    try:
-        found = json.loads(line)[field]
-        text = found if isinstance(found, str) or found is None else json.dumps(found)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRecord(f"no JSON object with the field {field!r}: {error!r}") from error
-    except RecursionError as error:
-        raise InvalidRecord("its JSON is nested too deeply") from error
-    try:
-        return None if text is None else text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRecord(f"the field {field!r} is no text that UTF-8 can hold: {error}") from error
-
-
-def tail(
-    topic: str,
-    at: MaybeAt = None,
-    last: Annotated[int, typer.Option("-n", "--last", min=0, help="How many messages before the end to begin.")] = 10,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until interrupted.")] = False,
-    registry: RegistryUrl = None,
-    as_json: Json = False,
-) -> None:
-    """Print the last messages of a topic or registered source, and with -f each new one as it arrives.
-
-    On a terminal control characters are shown escaped, such as \\x07. With --json nothing is lost: key, value and the
-    value of each header are text if their bytes are UTF-8; if not, key_base64 or value_base64 stands in their place.
-    """
-    with open_hub(at, registry) as hub:
-        source = hub.readable(topic)
-        positions = dict(enumerate(source.ends()))
-        found = _last(source, positions, last)
-        # The ids of a table are in the order of arrival; a table need not have times.
-        found.sort(key=lambda message: message.offset if source.has_gaps else message.timestamp)
-        for message in found[len(found) - min(last, len(found)) :]:
-            _print(message, as_json)
-        while follow and positions:
-            for p, found_there in sorted(source.fetch(positions, timeout=60.0).items()):
-                if found_there.error is not None:
-                    raise found_there.error
-                if found_there.is_ended:
-                    del positions[p]
-                for batch in found_there.batches:
-                    for message in messages_of(batch, source.name, p):
-                        _print(message, as_json)
-                    positions[p] = batch.next_offset
-
-
-def _last(source: Source, ends: Mapping[int, int], count: int) -> list[Message]:
-    """At least the last `count` messages before these ends, if there are as many, in the order of their partitions.
-
-    The offsets of a table have gaps, so several tries may be needed, each from further back."""
-    back = count
-    while count:
-        bounds = source.bounds(ends)
-        begins = {p: max(bounds[p].start, end - back) for p, end in ends.items()}
-        found = [message for p, end in ends.items() for message in _messages(source, p, begins[p], end)]
-        is_whole = not source.has_gaps or all(begins[p] <= bounds[p].start for p in ends)
-        if is_whole or len(found) >= count:
-            return found
-        back *= 4
-    return []
-
-
-def _messages(source: Source, partition: int, offset: int, end: int) -> Iterator[Message]:
-    while offset < end and (batches := source.read(partition, offset)):
-        for batch in batches:
-            yield from messages_of(batch.within(offset, end), source.name, partition)
-            offset = batch.next_offset
-
-
-def _print(message: Message, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(_plain(message)))
-        return
-    moment = rfc3339(message.timestamp) or f"{message.timestamp}us"  # set by the sender; it may be beyond the calendar
-    place = f"{message.partition}/{message.offset} {moment}"
-    echo_data(place, message.key, message.value)
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """The message as a JSON object, from which it can be sent again."""
-    headers = message.headers
-    return {
-        "partition": message.partition,
-        "offset": message.offset,
-        **time_field("timestamp", message.timestamp),
-        **data_field("key", message.key),
-        **data_field("value", message.value),
-        "headers": None if headers is None else [{"key": name, **data_field("value", data)} for name, data in headers],
-    }
-
-
-def _count(hub: pxrs.Hub, topic: Topic) -> int:
+def _count(hub: Hub, topic: Topic) -> int:
     handle = hub.topic(topic.name)
     return sum(found.end - found.start for found in handle.bounds(range(topic.partitions)).values())
 
@@ -369,6 +211,9 @@ def check(directory: Annotated[str, typer.Argument(metavar="DIRECTORY")], as_jso
 
     It changes nothing and takes no lock: run it at any time, beside producers and consumers.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     from pxrs.log.directory.check import check as check_log
 
     refuse_server(directory, "pxrs check", "a log is checked where its files are")

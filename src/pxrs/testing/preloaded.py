@@ -26,4 +26,6 @@ for name in (*OF_EXTRAS, USED_BY_PYARROW):
 # `app()` builds all commands each time it is called: in a child it takes those that are built here.
 typer.main.get_command = functools.cache(typer.main.get_command)
 commands: Any = typer.main.get_command(app)
+for _ in commands.commands.values():  # imports the module of each command
+    pass
 commands.commands["tail"].make_context("tail", ["topic"])  # imports what only the parsing of arguments imports

@@ -162,7 +162,7 @@ class Link:
                     self._closing.wait(random.uniform(pause_s / 2, pause_s))
                     pause_s = min(2 * pause_s, PAUSE_S_MAX)
                 continue
-            pause_s = PAUSE_S_MIN
+            began = time.monotonic()
             try:
                 self._on_stream(stream)
                 why = stream.run()
@@ -171,6 +171,11 @@ class Link:
                 why = stream.end(f"unexpected: {error}")
             self._note_loss(stream, why)
             at += 1
+            if time.monotonic() - began < PAUSE_S_MAX:  # a server that accepts streams and ends them at once
+                self._closing.wait(random.uniform(pause_s / 2, pause_s))
+                pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            else:
+                pause_s = PAUSE_S_MIN
 
     def _connect(self, target: str) -> ControlStream:
         channel = Channel(target, self._settings)
