@@ -28,6 +28,7 @@ COMMANDS: Final = {
         "app",
         "Apply retention and remove what is no longer needed, or show which process does.",
     ),
+    "metrics": Lazy("pxrs.cli.metrics", "metrics", "Export the lag of all groups and the sizes of topics and queues."),
     "check": Lazy("pxrs.cli.topic", "check", "Read every byte of a log, and report all damage."),
     "registry": Lazy(
         "pxrs.cli.registry", "app", "Look into a registry, print its DDL, and record which registry a hub belongs to."

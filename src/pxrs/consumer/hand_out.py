@@ -129,7 +129,11 @@ class HandOut:
             return found
         if not busy and self._is_at_end():
             return None
-        self.read_ahead.fetch(lanes, None, change)
+        began = time.monotonic()
+        try:
+            self.read_ahead.fetch(lanes, None, change)
+        finally:
+            self.counts.poll.observe(time.monotonic() - began)
         return []
 
     def readable(self) -> list[Lane]:

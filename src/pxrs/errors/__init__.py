@@ -14,6 +14,7 @@ By subject: `general.py` (the base; arguments, closing, permissions), `registry.
 from __future__ import annotations
 
 from pxrs.errors.general import (
+    CannotListen,
     Closed,
     InvalidArgument,
     InvalidUrl,
@@ -130,6 +131,7 @@ __all__ = [
     "AssignorMismatch",
     "BatchRefused",
     "BufferFull",
+    "CannotListen",
     "CheckpointOutOfRange",
     "CheckpointsDiffer",
     "Closed",

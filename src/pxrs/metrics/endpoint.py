@@ -21,7 +21,7 @@ from socketserver import ThreadingMixIn
 from types import TracebackType
 from typing import Any, Final, Self
 
-from pxrs.errors import InvalidArgument
+from pxrs.errors import CannotListen, InvalidArgument
 from pxrs.limited_log import LimitedLog
 from pxrs.metrics.health import Probe, always
 
@@ -56,12 +56,12 @@ class Endpoint:
 
     def __init__(self, listen: str, render: Render, *, live: Probe = always, ready: Probe = always) -> None:
         """Binds the port, so that one that is in use is reported before anything else is started. Raises
-        InvalidArgument."""
+        CannotListen, InvalidArgument."""
         host, port = parse_listen(listen)
         try:
             self._server = _Server(host, port, _Pages(render, live, ready))
         except OSError as error:
-            raise InvalidArgument(f"cannot listen for metrics on {listen}: {error.strerror or error}") from error
+            raise CannotListen(f"cannot listen for metrics on {listen}: {error.strerror or error}") from error
         bound = self._server.socket.getsockname()[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         """Host and port."""

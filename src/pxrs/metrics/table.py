@@ -207,7 +207,7 @@ SPARK_LAG: Final = _metric(
 )
 SPARK_STATE: Final = _metric("pxrs.spark.state", "gauge", "{row}", "query", "Rows of state after the last batch.")
 WORKER_RESTARTS: Final = _metric(
-    "pxrs.worker.restarts", "counter", "{process}", "", "Worker processes that died, and were started again."
+    "pxrs.worker.restarts", "counter", "{process}", "worker", "Worker processes that died, and were started again."
 )
 WORKER_PROCESSES: Final = _metric(
     "pxrs.worker.processes", "gauge", "{process}", "state", "Worker processes: ready; or starting, silent, stopped."
