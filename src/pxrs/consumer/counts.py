@@ -51,7 +51,8 @@ def _lag(consumer: Owning) -> list[Read]:
     read_at, found = _lags.get(consumer, (float("-inf"), []))
     if time.monotonic() >= read_at + LAG_S:
         found = _by_topic(consumer, consumer.lag)
-        _lags[consumer] = time.monotonic(), found
+        if found:  # a consumer that owns nothing reads nothing
+            _lags[consumer] = time.monotonic(), found
     return found
 
 

@@ -33,7 +33,7 @@ READ_S: Final = 5.0
 COLLECT_S: Final = 10.0
 """How long a request waits while another one collects metrics."""
 REQUEST_BYTES_MAX: Final = 16 << 10
-_LOOK_S: Final = 0.5
+_LOOK_S: Final = 0.2
 """How often connections that are too old are looked for."""
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _log: Final = LimitedLog(logging.getLogger(__name__))
