@@ -54,7 +54,10 @@ def spawn(settings: Settings, reports: Reports | None = None) -> subprocess.Pope
     # started with these signals blocked, and unblocks them then.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=() if pipe is None else pipe[1:])
+        if pipe is None:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        else:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=pipe[1:])
     except BaseException:
         if pipe is not None:
             os.close(pipe[0])
