@@ -2,7 +2,8 @@
 
 Nothing is created by a mistyped name: a topic exists once `create_topic` has made it, and asking for another name is an
 error. `close` goes from the users of the log and the registry to those two: queues; consumers, which still write
-checkpoints; producers, which still append; upkeep; sources; the log; the registry.
+checkpoints; producers, which still append; upkeep; sources; the event log, into which all of these write; the log; the
+registry.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, Unpack, overload
@@ -25,7 +26,16 @@ from pxrs.hub_sources import HubSources
 from pxrs.log.contract import DamagedTopic, Log, Source, TopicLog
 from pxrs.log.joined import JoinedSource
 from pxrs.metrics import otel
-from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
+from pxrs.model import (
+    AUDIT_TOPIC,
+    EVENTS_TOPIC,
+    PARTITIONS_DEFAULT,
+    SEGMENT_BYTES_DEFAULT,
+    TABLE_POLL_S_DEFAULT,
+    Topic,
+    is_internal,
+    refuse_internal,
+)
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN
 from pxrs.topics import TopicHandle, Topics
@@ -33,6 +43,8 @@ from pxrs.upkeep.janitor import Janitor, UpkeepStatus
 from pxrs.upkeep.records import RoundReport
 
 LEASE_TTL_DEFAULT: Final = 10.0
+EVENTS_S: Final = 1.0
+"""How long `events` and `audit` wait for events that this process has recorded and not stored yet."""
 RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 """A hundred years. Far more could not be subtracted from the time of a message."""
 
@@ -41,6 +53,9 @@ RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 if TYPE_CHECKING:
     # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
     from pxrs.consumer.consumer import Consumer, TopicsConsumer
+    from pxrs.events import Event
+    from pxrs.events.model import Json
+    from pxrs.events.reading import Since, Wanted
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
     from pxrs.options import ConsumerOptions, EitherConsumerOptions, ProducerOptions, TopicsConsumerOptions
@@ -186,6 +201,7 @@ class Hub:
 
         self.parts.check_usable()
         self.log.check_topics()
+        refuse_internal(name, "created")
         hash_named(arguments.text(InvalidTopic, "partitioner", partitioner, "its name"))  # is known here
         arguments.flag(InvalidTopic, "keep_unread", keep_unread)
         arguments.flag(InvalidTopic, "exist_ok", exist_ok)
@@ -209,24 +225,29 @@ class Hub:
         create = self._topics.create_or_open if exist_ok else self._topics.create
         return self._handle(create(topic))
 
-    def create_described(self, topic: Topic) -> TopicHandle:
+    def create_described(self, topic: Topic, *, by: str | None = None) -> TopicHandle:
         """Make a topic from its description, which has its id: for a server, whose client has chosen the id. Raises
-        TopicExists, InvalidTopic."""
+        TopicExists, InvalidTopic.
+
+        by: who does it, for the event log; by default the user of this process."""
         from pxrs.hashing import hash_named
 
         self.parts.check_usable()
         self.log.check_topics()
+        refuse_internal(topic.name, "created")
         hash_named(topic.partitioner)
-        return self._handle(self._topics.create(topic))
+        return self._handle(self._topics.create(topic, by=by))
 
     def _handle(self, log: TopicLog) -> TopicHandle:
         return TopicHandle(log, self.parts, self)
 
-    def topics(self) -> list[Topic]:
-        """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""
+    def topics(self, *, internal: bool = False) -> list[Topic]:
+        """All topics that can be opened, in the order of their names. See `damaged_topics` for the others.
+
+        internal: with those that pxrs writes itself, `_events` and `_audit`."""
         self.parts.check_usable()
         self.log.check_topics()
-        return self.log.topics()
+        return [topic for topic in self.log.topics() if internal or not is_internal(topic.name)]
 
     def damaged_topics(self) -> list[DamagedTopic]:
         """The topics that cannot be opened, because their stored description is damaged, in the order of their names.
@@ -373,17 +394,20 @@ class Hub:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         return self.parts.belonging.adopt(topic.id for topic in self.log.topics())
 
-    def delete_topic(self, name: str) -> str:
-        """Remove a topic and its messages, also one that is damaged. Returns its id. Raises UnknownTopic."""
+    def delete_topic(self, name: str, *, by: str | None = None) -> str:
+        """Remove a topic and its messages, also one that is damaged. Returns its id. Raises UnknownTopic.
+
+        by: who does it, for the event log; by default the user of this process."""
         self.parts.check_usable()
         _check_topic_name(name)
-        return self._topics.delete(name)
+        return self._topics.delete(name, by=by)
 
     def producer(self, topic: str, **options: Unpack[ProducerOptions]) -> Producer:
         """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic, NoWritePermission."""
         from pxrs.producer.producer import Producer
 
         self.parts.check_usable()
+        refuse_internal(topic, "written to")
         handle = self.topic(topic)
         handle.log.check_writable()
         producer = self._keep(Producer(handle.log, **options))
@@ -436,6 +460,7 @@ class Hub:
             self.join_registry()
         letters: DeadLetterTopic | None = None
         if dead_letters is not None:
+            refuse_internal(dead_letters, "written to")
             # The topic must be there before the first message fails.
             target = self.log.topic(dead_letters)
             check_other_topic(source.parts, target.id)
@@ -558,6 +583,47 @@ class Hub:
 
         return self._keep(Transaction(self.parts.queue_store()))
 
+    # Events.
+
+    def events(
+        self, *, group: str | None = None, topic: str | None = None, since: Since = None, follow: bool = False
+    ) -> Iterator[Event]:
+        """What has happened to the hub, oldest first: joins, hand-overs, fences, dead letters and more; docs/events.md
+        lists all. They are kept for a week.
+
+        group, topic: only events of this group, or of this topic; both are names.
+        since:  only events from then on: a datetime with a time zone, or how long ago, in seconds or as a timedelta.
+        follow: wait for further events, until the hub is closed; then Closed is raised."""
+        from pxrs.events.reading import Wanted
+
+        return self._read_events(EVENTS_TOPIC, Wanted(group, topic), since, follow)
+
+    def audit(self, *, since: Since = None, follow: bool = False) -> Iterator[Event]:
+        """What administrators have done to the hub, with who and when, oldest first. It is kept for a year.
+
+        since, follow: as of `events`."""
+        from pxrs.events.reading import Wanted
+
+        return self._read_events(AUDIT_TOPIC, Wanted(), since, follow)
+
+    def _read_events(self, name: str, wanted: Wanted, since: Since, follow: bool) -> Iterator[Event]:
+        from pxrs.events.reading import read, since_us
+
+        self.parts.check_usable()
+        self.log.check_topics()
+        arguments.flag(InvalidArgument, "follow", follow)
+        wanted = wanted._replace(since_us=since_us(since, self.log.clock.wall_time_us()))
+        self.parts.events.flush(EVENTS_S)  # a process finds what it has recorded itself
+        return read(self.log, name, wanted, self.parts.check_usable, follow=follow)
+
+    def record_audit(self, action: str, **fields: Json) -> None:
+        """Keep what an administrator has done, as the event `audit.<action>` with these fields; `pxrs.events.names` has
+        the actions. It is stored soon; a failure of that is logged, and never raised.
+
+        who: by default the user of this process and the host. Behind a server, the server writes the caller's
+             token."""
+        self.parts.events.audit(action, **fields)
+
     # Upkeep.
 
     def upkeep(self) -> UpkeepStatus:
@@ -581,8 +647,8 @@ class Hub:
         self._janitor.start()
 
     def close(self) -> None:
-        """Close the queues, the consumers, the producers, sending what waits in them, the upkeep, the sources, the log
-        and the registry, in this order.
+        """Close the queues, the consumers, the producers, sending what waits in them, the upkeep, the sources, the
+        event log, the log and the registry, in this order.
 
         Raises the first error, when all are closed."""
         if os.getpid() != self.parts.pid:
@@ -592,7 +658,13 @@ class Hub:
             closing: list[Callable[[], None]] = [self.parts.close_queues]
             closing += [consumer.close for consumer in self._consumers]
             closing += [sending.close for sending in self._producers]
-            closing += [self._janitor.close, self._sources.close, self.log.close, self.parts.registry.close]
+            closing += [
+                self._janitor.close,
+                self._sources.close,
+                self.parts.events.close,
+                self.log.close,
+                self.parts.registry.close,
+            ]
         errors = []
         for close in closing:
             try:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from pxrs.address import LazyRegistry
 from pxrs.belonging import Belonging
 from pxrs.errors import Closed, UsedAfterFork
+from pxrs.events.storing import EventStore
+from pxrs.events.writer import EventWriter
 from pxrs.hub_record import HubRecordFile
 from pxrs.log.contract import Log
 
@@ -33,12 +35,20 @@ class HubParts:
         """Compares the registry with the one that the log's directory records. None for a log that is in no directory
         of this process: nothing here records which registry it belongs to. Of a log that a server keeps, the server
         compares them (`Log.identity`)."""
+        store = EventStore(log, self._prepare_topic)
+        self.events = EventWriter(store, log.url, now_us=lambda: self.log.clock.wall_time_us())
+        """Records what happens to the hub."""
         self._lock = threading.Lock()
         self._lease_ttl = lease_ttl
         self._queues: QueueStore | None = None
         self.pid = os.getpid()
         self.is_closed = False
         """Set by `Hub.close`, under the hub's lock, before it closes anything."""
+
+    def _prepare_topic(self) -> None:
+        """Before an internal topic is created."""
+        if self.belonging is not None:
+            self.belonging.begin(keeps_unread=False)
 
     @property
     def url(self) -> str:

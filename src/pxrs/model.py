@@ -21,9 +21,29 @@ CODECS = ("none", "lz4", "zstd")
 DURABILITIES = ("disk", "os")
 _NO_SETTINGS = ("name", "id", "extra")
 TOPIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+"""The names that users may give to topics."""
+STORED_TOPIC_NAME = re.compile(f"_?{TOPIC_NAME.pattern}")
+"""The names that topics have: those of users, and those of internal topics, which begin with an underscore."""
+EVENTS_TOPIC = "_events"
+AUDIT_TOPIC = "_audit"
+"""The internal topics: see `pxrs.events`."""
 
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def is_internal(topic: str) -> bool:
+    """Whether a topic of this name is one that pxrs creates and writes itself."""
+    return topic.startswith("_")
+
+
+def refuse_internal(topic: str, what: str) -> None:
+    """Raise InvalidTopic if this is the name of an internal topic. what: what was to be done, such as "created"."""
+    if isinstance(topic, str) and is_internal(topic):
+        raise InvalidTopic(
+            f"topic {topic!r} cannot be {what}: names that begin with '_' are for the topics that pxrs creates and "
+            "writes itself, such as _events; choose another name"
+        )
 
 
 def microseconds_of(moment: datetime) -> int:
@@ -111,7 +131,7 @@ class Topic:
         return self.keep_unread and self.is_retained
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not TOPIC_NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not STORED_TOPIC_NAME.fullmatch(self.name):
             raise InvalidTopic(
                 f"topic name {self.name!r}: use up to 200 letters, digits, '.', '_' or '-', a letter or digit first"
             )

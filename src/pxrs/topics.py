@@ -74,8 +74,9 @@ class TopicHandle:
         return self.log.read(partition, offset, arguments.whole(InvalidRecord, "max_bytes", max_bytes, 1))
 
     def batches(self, partition: int, start: int = 0, end: int | None = None) -> Iterator[Batch]:
-        """Batches from exactly this offset on and before `end`, one after another; without `end`, up to the end of the
-        partition as it is when it is reached. A topic on a server is read ahead of what is taken."""
+        """Batches from exactly this offset on and before `end`, one after another. Without `end`, or if the partition
+        has less: up to the end of the partition, as it is when the iterator comes to it. A topic on a server is read
+        ahead of the caller."""
         partition, start = self._partition(partition), self._offset("start", start)
         return self.log.batches(partition, start, None if end is None else self._offset("end", end))
 
@@ -151,15 +152,22 @@ class Topics:
     def __init__(self, parts: HubParts, sources: HubSources) -> None:
         self._parts, self._sources = parts, sources
 
-    def create(self, topic: Topic) -> TopicLog:
-        """Make the topic. Raises TopicExists, InvalidTopic."""
+    def create(self, topic: Topic, *, by: str | None = None) -> TopicLog:
+        """Make the topic. Raises TopicExists, InvalidTopic. by: who does it; by default the user of this process."""
         self._sources.refuse_name(topic.name)
-        return self._create(topic)
+        return self._create(topic, by)
 
-    def _create(self, topic: Topic) -> TopicLog:
+    def _create(self, topic: Topic, by: str | None = None) -> TopicLog:
         if self._parts.belonging is not None:
             self._parts.belonging.begin(keeps_unread=topic.keeps_unread)
-        return self._parts.log.create_topic(topic)
+        log = self._parts.log
+        created = log.create_topic(topic)
+        if not log.is_kept_by_server:  # which records it there
+            self._audit("create_topic", by, topic=topic.name, topic_id=topic.id, partitions=topic.partitions)
+        return created
+
+    def _audit(self, action: str, by: str | None, **fields: object) -> None:
+        self._parts.events.audit(action, **({} if by is None else {"who": by}), **fields)
 
     def create_or_open(self, asked: Topic) -> TopicLog:
         """The topic of this name, created if there is none. Raises TopicDiffers if there is one with other settings.
@@ -189,8 +197,9 @@ class Topics:
         damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
         return damaged | {topic.id: topic.name for topic in log.topics()}
 
-    def delete(self, name: str) -> str:
-        """Remove the topic, its messages, and what the registry and the staging folder hold of it. Returns its id."""
+    def delete(self, name: str, *, by: str | None = None) -> str:
+        """Remove the topic, its messages, and what the registry and the staging folder hold of it. Returns its id. by:
+        who does it; by default the user of this process."""
         log = self._parts.log
         if log.is_kept_by_server:
             return log.delete_topic(name)  # which does the rest of this function there
@@ -204,6 +213,7 @@ class Topics:
         if identity in keeping:
             deleted_topics.forget(self._parts, identity)
         deleted_topics.forget_published(self._parts, identity)
+        self._audit("delete_topic", by, topic=name, topic_id=identity)
         return identity
 
 

@@ -37,6 +37,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("registry", "log"),
     ("remote",),
     ("address",),
+    ("events",),
     ("group", "queue", "sources"),
     ("producer",),
     ("consumer", "publishing"),

@@ -13,7 +13,7 @@ from pxrs.cli.completion import TopicName
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import cell, echo, error_text, facts, show, tell_error
 from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
-from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic
+from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic, is_internal
 from pxrs.wording import counted, printable
 
 if TYPE_CHECKING:
@@ -74,10 +74,15 @@ def create(
 
 
 @app.command("list")
-def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def list_(
+    at: At,
+    registry: RegistryUrl = None,
+    internal: Annotated[bool, typer.Option("--internal", help="Also _events and _audit, which pxrs writes.")] = False,
+    as_json: Json = False,
+) -> None:
     """List the topics, and how many messages each holds. Exit code 1 if any is damaged."""
     with open_hub(at, registry, needs_log=True) as hub:
-        rows = _rows(hub)
+        rows = _rows(hub, internal=internal)
         sources = 0 if as_json else _count_sources(hub)
     if as_json:
         for row in rows:
@@ -126,10 +131,10 @@ class _Row(NamedTuple):
     """Why `messages` is only a lower bound."""
 
 
-def _rows(hub: Hub) -> list[_Row]:
+def _rows(hub: Hub, *, internal: bool = False) -> list[_Row]:
     advice = "restore the file from a copy, or delete the topic"
     rows = [_Row(each.name, None, None, f"{each.error}; {advice}") for each in hub.damaged_topics()]
-    for topic in hub.topics():
+    for topic in hub.topics(internal=internal):
         try:
             problem = hub.topic(topic.name).log.ends_problem()  # before the ends are read
             rows.append(_Row(topic.name, topic.partitions, _count(hub, topic), ends_problem=problem))
@@ -224,7 +229,8 @@ def check(directory: Annotated[str, typer.Argument(metavar="DIRECTORY")], as_jso
         task = bar.add_task("reading", total=None)
         for checked in check_log(Path(directory)):
             findings += checked.findings
-            messages, size = messages + checked.messages, size + checked.bytes
+            if not is_internal(checked.topic):  # those are checked too, and not counted: the user has sent none of them
+                messages, size = messages + checked.messages, size + checked.bytes
             bar.update(task, description=f"{checked.topic}: {counted(messages, 'message')}")
     if as_json:
         for finding in findings:

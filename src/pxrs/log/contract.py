@@ -160,8 +160,9 @@ class Source(ABC):
         Raises OffsetTrimmed before the start, OffsetOutOfRange beyond the end, DamagedFrame where bytes are damaged."""
 
     def batches(self, partition: int, start: int, end: int | None = None) -> Iterator[Batch]:
-        """The batches from exactly this offset on and before `end`; without `end`, up to the end of the partition as it
-        is when it is reached. Raises as `read`. A source with latency reads ahead of what is taken."""
+        """The batches from exactly this offset on and before `end`. Without `end`, or if the partition has less: up to
+        the end of the partition, as it is when the iterator comes to it. Raises as `read`. A source with latency reads
+        ahead of the caller."""
         while end is None or start < end:
             found = self.read(partition, start)
             if not found:
@@ -407,6 +408,11 @@ class Log(ABC):
 
     def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics
         """Raise NoDirectory if this stands for the log of a hub that was opened without a directory."""
+
+    def record_events(self, events: Sequence[bytes]) -> None:
+        """Of a log that a server keeps: have the server store these events (`pxrs.events.Event.dump`) in its internal
+        topics. Every other log has these topics itself. Raises NotPermitted, InvalidArgument, ReadFailed."""
+        raise NotImplementedError(f"{self.url} is kept by no server")
 
     def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
         """Remove what deletions of topics that were cut short have left behind. May be called at any time, by several

@@ -15,7 +15,7 @@ from pxrs.metrics.instruments import SERVER_CALL, SERVER_CALLS
 from pxrs.registry.lease import Lease
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
-from pxrs.server import staging
+from pxrs.server import recording, staging
 from pxrs.server.given import Given
 from pxrs.server.grants import seconds_left
 from pxrs.server.pools import Pools
@@ -48,7 +48,9 @@ def _identity(served: Served, given: Given, at: float) -> Result:
 
 
 def _topics(served: Served, given: Given, at: float) -> Result:
-    visible = served.gate.topics(served.caller, served.hub.topics(), lambda topic: topic.name)
+    visible = served.gate.topics(
+        served.caller, served.hub.topics(internal=given.flag("internal")), lambda topic: topic.name
+    )
     return {"topics": [wire.topic_to_dict(topic) for topic in visible]}
 
 
@@ -73,11 +75,11 @@ def _create_topic(served: Served, given: Given, at: float) -> Result:
         asked = wire.topic_of(settings)
     except TypeError as error:
         raise InvalidArgument(f"{given.call}: settings do not describe a topic: {error}") from error
-    return {"topic": wire.topic_to_dict(served.hub.create_described(asked).topic)}
+    return {"topic": wire.topic_to_dict(served.hub.create_described(asked, by=served.caller.who).topic)}
 
 
 def _delete_topic(served: Served, given: Given, at: float) -> Result:
-    return {"id": served.hub.delete_topic(given.text("topic"))}
+    return {"id": served.hub.delete_topic(given.text("topic"), by=served.caller.who)}
 
 
 def _bounds(served: Served, given: Given, at: float) -> Result:
@@ -227,6 +229,7 @@ CALLS: Final[dict[str, Function]] = {
     "topic.trim": _trim,
     "topic.check_writable": _check_writable,
     "topic.retention_problem": _retention_problem,
+    "events.record": recording.record,
     "registry.get": _get,
     "registry.scan": _scan,
     "registry.commit": _commit,

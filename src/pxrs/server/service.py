@@ -205,6 +205,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         received, sent = SERVER_RECEIVED.of(name), SERVER_SENT.of(name)
 
         async def call(messages: Any, context: Any) -> None:
+            # Counted until the status is sent. gRPC waits for a client that does not take what was sent before.
+            counted = contextlib.ExitStack()
             self.open += 1
             try:
                 # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not know
@@ -216,8 +218,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     if self.open > self._limits.streams_max:
                         raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
                     served = await self._by(context)
-                    with self._counted(served.caller):
-                        await method(served, CountedMessages(messages, received), CountedReplies(context, sent))
+                    counted.enter_context(self._counted(served.caller))
+                    await method(served, CountedMessages(messages, received), CountedReplies(context, sent))
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
             except Stalled as error:
@@ -232,6 +234,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 _logger.exception("a call of a client failed")
                 await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
             finally:
+                counted.close()
                 self.open -= 1
 
         return call

@@ -112,8 +112,41 @@ def test_w4_other_calls_need_what_the_table_says(row: Row) -> None:
     elif needs == WRITER:
         assert all(may(grants, call) for grants in writers)
         assert not any(may(grants, call) for grants in readers)
-    else:  # decided by its keys: see the tests below
-        assert call in ("registry.get", "registry.scan", "registry.watch", "registry.commit")
+    else:  # decided by its keys or events: see the tests below
+        assert call in ("events.record", "registry.get", "registry.scan", "registry.watch", "registry.commit")
+
+
+def event(**fields: object) -> str:
+    return json.dumps({"name": "member.joined", "at": 0, "fields": fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "grant"),
+    [
+        ({"group": "billing", "topic": "orders"}, "group:billing=member"),
+        ({"queue": "mail"}, "queue:mail=put"),
+        ({"topic": "orders"}, "topic:orders=write"),
+        ({"topic": "orders"}, "topic:orders=admin"),
+        ({}, "queue:other=put"),
+    ],
+)
+def test_w4_a_client_records_only_events_of_what_it_may_change(fields: dict[str, object], grant: str) -> None:
+    assert may([grant], "events.record", events=[event(**fields)])
+    assert may(["hub=admin"], "events.record", events=[event(**fields)])
+    assert not may(["hub=read"], "events.record", events=[event(**fields)])
+    if fields:
+        assert not any(may([each], "events.record", events=[event(**fields)]) for each in others(grant))
+    assert not may([grant], "events.record", events=[event(**fields), event(group="another")])
+
+
+def test_w4_internal_topics_are_read_by_name_or_by_readers_of_the_hub_and_written_by_nobody() -> None:
+    for grants in (["hub=read"], ["hub=admin"], ["topic:_events=read"]):
+        assert may(grants, "DoGet", topic="_events")
+    assert not may(["topic:*=admin"], "DoGet", topic="_events")
+    assert not may(["topic:_audit=read"], "DoGet", topic="_events")
+    for grants in (["hub=admin"], ["topic:*=write"], ["topic:_events=write"], ["topic:_events=admin"]):
+        assert not may(grants, "DoPut", topic="_events")
+        assert not may(grants, "staging.publish", topic="_events")
 
 
 def key_of(template: str, column: str) -> str:

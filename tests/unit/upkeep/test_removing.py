@@ -22,10 +22,11 @@ def test_a_deletion_that_was_cut_short_is_finished(place: Place, monkeypatch: py
     with monkeypatch.context() as killed:
         killed.setattr(hub.log, "finish_deletions", lambda: None)  # the process dies before that
         hub.delete_topic("gone")
+        assert hub.parts.events.flush(10)  # to create a topic, such as `_audit`, also finishes deletions
     assert list(place.folder.glob("topics/.deleted-*"))
     assert hub.run_upkeep().errors == {}
     assert not list(place.folder.glob("topics/.deleted-*"))
-    assert len(list(place.folder.glob("logs/*"))) == 1
+    assert {each.name for each in place.folder.glob("logs/*")} == {topic.id for topic in hub.topics(internal=True)}
 
 
 def keys_of_topics(place: Place) -> list[str]:

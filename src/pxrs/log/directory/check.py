@@ -37,7 +37,7 @@ from pxrs.log.directory.segments.files import segment_bases, segment_path
 from pxrs.log.directory.segments.frames import next_frame
 from pxrs.log.directory.segments.scanning import has_later_append
 from pxrs.log.directory.start import missing_before, read_start
-from pxrs.model import TOPIC_NAME, Topic
+from pxrs.model import STORED_TOPIC_NAME, Topic
 from pxrs.wording import counted
 
 _OFFSET_MAX: Final = (1 << 63) - 1
@@ -111,7 +111,7 @@ def check(path: Path) -> Iterator[Checked]:
 
 def _check_topics(topics: Path) -> Iterator[Checked]:
     for name in sorted(os.listdir(topics)):
-        if TOPIC_NAME.fullmatch(name):
+        if STORED_TOPIC_NAME.fullmatch(name):
             yield from _check_topic(name, topics / name)
     yield from _check_nameless(topics)
 

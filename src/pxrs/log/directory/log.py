@@ -41,7 +41,7 @@ from pxrs.log.directory.opened_directory import OpenedDirectory
 from pxrs.log.directory.tailing import Tailer
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.directory.topic_names import TopicNames, sync_names
-from pxrs.model import TOPIC_NAME, Topic
+from pxrs.model import STORED_TOPIC_NAME, Topic, is_internal
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class DirectoryLog(Log):
                 names = sorted(os.listdir(self._names.links))
             except FileNotFoundError:
                 return []
-            found = [look_up(self._names.links, name) for name in names if TOPIC_NAME.fullmatch(name)]
+            found = [look_up(self._names.links, name) for name in names if STORED_TOPIC_NAME.fullmatch(name)]
         damaged = {each.name: each for each in found if isinstance(each, DamagedTopic)}
         for name, each in damaged.items():
             if name not in self._logged_as_damaged:
@@ -138,9 +138,9 @@ class DirectoryLog(Log):
     def topic(self, name: str) -> TopicLog:
         self._check_usable()
         with self._os_errors():
-            found = look_up(self._names.links, name) if TOPIC_NAME.fullmatch(name) else None
+            found = look_up(self._names.links, name) if STORED_TOPIC_NAME.fullmatch(name) else None
         if found is None:
-            raise UnknownTopic(name, [topic.name for topic in self.topics()])
+            raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
         if isinstance(found, DamagedTopic):
             raise found.error
         return self._opened(found)
@@ -159,9 +159,9 @@ class DirectoryLog(Log):
     def delete_topic(self, name: str) -> str:
         self._check_usable()
         with self._os_errors():
-            found = look_up(self._names.links, name) if TOPIC_NAME.fullmatch(name) else None
+            found = look_up(self._names.links, name) if STORED_TOPIC_NAME.fullmatch(name) else None
             if found is None:
-                raise UnknownTopic(name, [topic.name for topic in self.topics()])
+                raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
             try:
                 identity = self._names.release(name)
             except FileNotFoundError:  # another process has done it

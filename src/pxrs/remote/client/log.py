@@ -7,6 +7,7 @@ registry holds of them, and upkeep is the server's (W4).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from pxrs.errors import (
@@ -27,6 +28,10 @@ from pxrs.remote.client.topic import RemoteTopic
 
 IDENTITY_S: Final = 2.0
 """For how long the identity of the hub is not asked for again. A consumer asks for it with each checkpoint."""
+
+
+RECORD_S: Final = 5.0
+"""How long the server may take to store events."""
 
 
 class RemoteLog(Log):
@@ -73,7 +78,7 @@ class RemoteLog(Log):
         return next((each for each in self.topics() if each.name == name), None)
 
     def topics(self) -> list[Topic]:
-        return [wire.topic_of(each) for each in self._session.ask("log.topics", {})["topics"]]
+        return [wire.topic_of(each) for each in self._session.ask("log.topics", {"internal": True})["topics"]]
 
     def damaged_topics(self) -> list[DamagedTopic]:
         found = []
@@ -97,6 +102,14 @@ class RemoteLog(Log):
                     f"{self.url}: {error}; whether the topic {name} was deleted is not known: look for it"
                 ) from error
             raise ReadFailed(f"{self.url}: {error}; the topic {name} was not deleted") from error
+
+    def record_events(self, events: Sequence[bytes]) -> None:
+        connection = self._session.connection()
+        try:
+            # Not repeated here: the writer of events does that, and it must not wait for long.
+            connection.call("events.record", {"events": [each.decode() for each in events]}, RECORD_S)
+        except Unanswered as error:
+            raise ReadFailed(f"{self.url}: {error}") from error
 
     def identity(self, *, joins: bool) -> tuple[str, str] | None:
         known = self._identity

@@ -109,6 +109,26 @@ def _create_topic(grants: Grants, names: Names, call: str, arguments: Arguments)
     return grants.may("topic", _text(call, settings, "name"), "admin")
 
 
+def _record(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
+    """Each event by what it names: a group, a queue or a topic. An event that names none of them needs a token that may
+    write something."""
+    return grants.is_writer and all(_may_record(grants, text) for text in _texts(call, arguments, "events"))
+
+
+def _may_record(grants: Grants, text: str) -> bool:
+    try:
+        fields = wire.loads(text.encode()).get("fields")
+    except (ValueError, RecursionError):
+        return True  # the call refuses it with an error that says why
+    if not isinstance(fields, dict):
+        return True
+    for kind, actions in (("group", ("member",)), ("queue", ("put",)), ("topic", ("write", "admin"))):
+        name = fields.get(kind)
+        if isinstance(name, str):
+            return any(grants.may(kind, name, action) for action in actions)
+    return True
+
+
 def _get(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
     return may_read(grants, names, _text(call, arguments, "key"))
 
@@ -177,6 +197,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "topic.retention_problem": _topic("describe"),
     "topic.subscribe": _topic("describe", "read"),
     "topic.unsubscribe": _anyone,
+    "events.record": _record,
     "registry.get": _get,
     "registry.scan": _scan,
     "registry.commit": _commit,

@@ -58,6 +58,11 @@ class Caller:
     capability: Capability | None = None
     """What an executor of Spark has shown; None for every other caller."""
 
+    @property
+    def who(self) -> str | None:
+        """The caller as the event log names it; None on a server without a tokens file."""
+        return None if self.token is None else f"token {self.token.id}"
+
     def __str__(self) -> str:
         who = "anyone" if self.token is None else f"{self.token.name} ({self.token.id})"
         return who if self.capability is None else f"an executor of {who}"

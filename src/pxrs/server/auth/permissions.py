@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Final
 
 from pxrs.errors import InvalidArgument
+from pxrs.model import is_internal
 
 ACTIONS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
     "topic": {
@@ -59,7 +60,9 @@ _DERIVED: Final[Mapping[str, frozenset[str]]] = {
     "stage-name": frozenset({"write"}),
 }
 """Kinds of grants that only a capability has (`capabilities`): to read ranges of topics, and to stage rows for them."""
-_NAME: Final = re.compile(r"(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\*?)")
+_BY_NAME: Final = ("topic", "topic-name", "stage-name")
+"""The kinds of grants that name topics."""
+_NAME: Final = re.compile(r"(\*|_?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\*?)")
 _PREFIX: Final = re.compile(r"([!-.0-:<-~]+/)+")
 NAMES_MAX: Final = 10_000
 NAME_CHARACTERS_MAX: Final = 512
@@ -84,6 +87,8 @@ class Grant:
     def is_for(self, name: str) -> bool:
         if self.kind == "registry":
             return name.startswith(self.pattern)
+        if self.kind == "topic" and is_internal(name):
+            return name == self.pattern  # `topic:*` is for the topics of users
         return name.startswith(self.pattern[:-1]) if self.pattern.endswith("*") else name == self.pattern
 
 
@@ -152,7 +157,10 @@ class Grants:
 
     def may(self, kind: str, name: str | None, action: str) -> bool:
         """Whether the action is permitted on what has this name. None: it is not known which name it has, so that it is
-        permitted only to who may do it to all names."""
+        permitted only to who may do it to all names. To write to an internal topic is permitted to nobody: the call
+        `events.record` does that."""
+        if action == "write" and kind in _BY_NAME and name is not None and is_internal(name):
+            return False
         if self.is_admin or (self.is_reader and action in READING):
             return True
         known = self._known.get((kind, name))

@@ -1,0 +1,207 @@
+"""All events: for each its name, the level and the text of its line in the log, and its fields.
+
+The line of an event is the text with the fields filled in; the record of the log has `event` and all fields as
+attributes too (`extra`). docs/events.md has the same table for people; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+PLACE: Final = ("group", "topic", "topic_id", "partition")
+"""The fields that name a partition that a group reads."""
+OWNER: Final = (*PLACE, "epoch", "member", "incarnation")
+"""The fields of a change of the owner key: the partition, and its owner from this epoch on (null: nobody)."""
+FOUND: Final = ("past",)
+"""What the change found: the owners before it, the last one last, each as `[epoch, incarnation, member]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of event."""
+
+    name: str
+    text: str
+    """The line in the log, with the names of fields in braces."""
+    fields: tuple[str, ...]
+    """All fields that such an event may have."""
+    level: int = logging.INFO
+
+    @property
+    def logger(self) -> str:
+        """The name of the logger, such as `pxrs.events.partition`."""
+        return f"pxrs.events.{self.name.partition('.')[0]}"
+
+
+_MEMBER: Final = ("group", "member", "incarnation")
+_IN_PARTITION: Final = "group {group}, {topic}/{partition}"
+
+_EVENTS: Final = (
+    Kind("member.joined", "group {group}: {member} joined", (*_MEMBER, "host", "pid", "topics")),
+    Kind("member.left", "group {group}: {member} left", (*_MEMBER, "partitions")),
+    Kind(
+        "member.lost_lease",
+        "group {group}: the lease of {member} ended before it was renewed; it owned {partitions} partitions",
+        (*_MEMBER, "partitions"),
+    ),
+    Kind(
+        "member.stuck",
+        "group {group}: {member} gave up its partitions: a handler made no progress for {seconds} s",
+        (*_MEMBER, "seconds"),
+    ),
+    Kind(
+        "member.failed",
+        "group {group}: {member} ended because of an error: {error}",
+        (*_MEMBER, "error", "error_type"),
+    ),
+    Kind(
+        "group.assigned",
+        "group {group}: {member} wrote the targets of generation {generation}",
+        (*_MEMBER, "generation", "targets"),
+    ),
+    Kind(
+        "partition.claimed",
+        f"{_IN_PARTITION}: {{member}} claimed it with epoch {{epoch}}",
+        (*OWNER, "offset", *FOUND),
+    ),
+    Kind(
+        "partition.handed_over",
+        f"{_IN_PARTITION}: handed over from {{from_member}} to {{member}} with epoch {{epoch}}",
+        (*OWNER, "offset", "from_member", "from_incarnation", *FOUND),
+    ),
+    Kind(
+        "partition.taken_over",
+        f"{_IN_PARTITION}: {{member}} took it over from {{from_member}}, which is gone, with epoch {{epoch}}",
+        (*OWNER, "offset", "from_member", "from_incarnation", *FOUND),
+    ),
+    Kind(
+        "partition.released",
+        f"{_IN_PARTITION}: {{from_member}} released it at offset {{offset}}; epoch {{epoch}}",
+        (*OWNER, "offset", "from_member", "from_incarnation", *FOUND),
+    ),
+    Kind(
+        "partition.fenced",
+        f"{_IN_PARTITION}: the leader {{by}} took it from {{from_member}}, which did not release it in time; "
+        "epoch {epoch}",
+        (*OWNER, "by", "from_member", "from_incarnation", *FOUND),
+    ),
+    Kind(
+        "partition.freed",
+        f"{_IN_PARTITION}: freed by {{by}}; epoch {{epoch}}",
+        (*OWNER, "by", "from_member", "from_incarnation", *FOUND),
+    ),
+    Kind(
+        "partition.observed",
+        f"{_IN_PARTITION}: upkeep found epoch {{epoch}}, which no event had told of",
+        (*OWNER, *FOUND),
+    ),
+    Kind(
+        "partition.lost",
+        f"{_IN_PARTITION}: {{member}} lost it, with epoch {{epoch}}: {{reason}}",
+        (*OWNER, "reason", "has_undone"),
+    ),
+    Kind(
+        "partition.refused",
+        f"{_IN_PARTITION}: a checkpoint of {{member}} at offset {{offset}} was refused: its epoch {{epoch}} is over",
+        (*OWNER, "offset"),
+    ),
+    Kind(
+        "partition.paused",
+        f"{_IN_PARTITION}: paused at offset {{offset}}: {{error}}",
+        (*OWNER, "offset", "error", "error_type"),
+    ),
+    Kind(
+        "partition.retried",
+        f"{_IN_PARTITION}: goes on with the message at offset {{offset}} again",
+        (*OWNER, "offset"),
+    ),
+    Kind("partition.skipped", f"{_IN_PARTITION}: goes on behind offset {{offset}}", (*OWNER, "offset")),
+    Kind(
+        "message.retried",
+        f"{_IN_PARTITION}: offset {{offset}} is handled again after a failure: {{error}}",
+        (*OWNER, "offset", "error", "error_type", "tries"),
+    ),
+    Kind(
+        "message.skipped",
+        f"{_IN_PARTITION}: offset {{offset}} was skipped after a failure: {{error}}",
+        (*OWNER, "offset", "error", "error_type"),
+    ),
+    Kind(
+        "message.dead_lettered",
+        f"{_IN_PARTITION}: offset {{offset}} went to {{dead_letters}}: {{error}}",
+        (*OWNER, "offset", "error", "error_type", "dead_letters"),
+    ),
+    Kind(
+        "item.dead",
+        "queue {queue}: item {item} is dead after {deliveries} deliveries: {error}",
+        ("queue", "queue_id", "item", "deliveries", "error", "error_type"),
+    ),
+    Kind(
+        "item.returned",
+        "queue {queue}: item {item} came back, because the lease of its taker {taker} has ended",
+        ("queue", "queue_id", "item", "deliveries", "taker"),
+    ),
+    Kind(
+        "upkeep.round",
+        "upkeep: a round took {took_s} s; removed messages of {topics} topics, {failures} duties failed",
+        ("by", "took_s", "removed", "errors", "topics", "failures"),
+    ),
+    Kind(
+        "events.dropped",
+        "{count} events were dropped, because the buffer was full",
+        ("count", "reason"),
+        logging.WARNING,
+    ),
+)
+
+_AUDIT: Final = (
+    ("create_topic", "topic {topic} was created", ("topic", "topic_id", "partitions")),
+    ("delete_topic", "topic {topic} was deleted", ("topic", "topic_id")),
+    ("alter_topic", "settings of topic {topic} were changed", ("topic", "topic_id", "changes")),
+    ("copy_topic", "topic {topic} was copied to {target}", ("topic", "topic_id", "target", "messages")),
+    ("create_queue", "queue {queue} was created", ("queue",)),
+    ("delete_queue", "queue {queue} was deleted", ("queue",)),
+    ("alter_queue", "settings of queue {queue} were changed", ("queue", "changes")),
+    ("purge", "{count} items of queue {queue} were removed", ("queue", "state", "count")),
+    ("requeue", "{count} dead items of queue {queue} were put back", ("queue", "items", "count")),
+    ("add_source", "source {source} was registered", ("source", "source_id")),
+    ("remove_source", "source {source} was forgotten", ("source", "source_id")),
+    ("reset", "group {group} was reset", ("group", "topic", "offsets", "force")),
+    ("import_checkpoint", "checkpoints of group {group} were imported", ("group", "topic", "offsets", "force")),
+    ("delete_group", "group {group} was deleted", ("group", "topic", "force")),
+    ("retry", "group {group}, {topic}/{partition}: the failed message is tried again", ("offset", *PLACE)),
+    ("skip", "group {group}, {topic}/{partition}: the failed message is skipped", ("offset", *PLACE)),
+    ("adopt_registry", "the hub belongs to the registry {registry} now", ("registry", "former")),
+    ("backup", "the hub was backed up to {target}", ("target", "topics", "messages")),
+    ("restore", "the hub was restored from {origin}", ("origin", "topics", "messages")),
+    ("repair", "the hub was repaired: {what}", ("what", "topic", "partition")),
+    ("retain", "retention of topic {topic} was applied", ("topic", "starts")),
+)
+
+KINDS: Final = {
+    **{each.name: each for each in _EVENTS},
+    **{
+        f"audit.{action}": Kind(f"audit.{action}", f"{{who}}: {text}", ("who", "claimed_by", *fields))
+        for action, text, fields in _AUDIT
+    },
+}
+"""Every event by its name."""
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of this name. One that the table does not have, as a later version may record, has a line without
+    text."""
+    return KINDS.get(name) or Kind(name, name, ())
+
+
+class _Shown(dict[str, object]):
+    def __missing__(self, name: str) -> str:
+        return "?"
+
+
+def text_of(name: str, fields: Iterable[tuple[str, object]]) -> str:
+    """The text of an event for people. A field that is missing is shown as a question mark."""
+    return kind_of(name).text.format_map(_Shown(fields))

@@ -1,0 +1,73 @@
+"""`Recorder`, which groups, queues, consumers and upkeep are given to record events, and the one place that logs
+them."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Final, Protocol
+
+from pxrs.events.model import Event, Json
+from pxrs.events.names import kind_of, text_of
+from pxrs.wording import printable
+
+LOG_FIELDS: Final = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"message", "asctime"}
+"""The attributes that every record of the log has. A field of the same name gets an underscore behind it."""
+
+
+class Recorder(Protocol):
+    """Records events. Never blocks on a disk or a network, and never raises because an event could not be stored."""
+
+    def record(self, name: str, /, *, on_stored: Callable[[], None] | None = None, **fields: Json) -> None:
+        """Log the event and keep it.
+
+        on_stored: called on another thread once the event is stored; never if it is dropped. It must not block."""
+
+    def audit(self, action: str, /, **fields: Json) -> None:
+        """Record the action of an administrator, `audit.<action>`. who: by default the user of this process."""
+
+
+class LoggedOnly:
+    """Logs events and keeps none: for members and queues that were made without a hub."""
+
+    def record(self, name: str, /, *, on_stored: Callable[[], None] | None = None, **fields: Json) -> None:
+        log_event(Event(name, now_us(), fields))
+
+    def audit(self, action: str, /, **fields: Json) -> None:
+        self.record(f"audit.{action}", **{"who": user(), **fields})
+
+
+LOGGED_ONLY: Final = LoggedOnly()
+
+
+def log_event(event: Event) -> None:
+    """Write the event's one line to the log, with its name and its fields as attributes."""
+    kind = kind_of(event.name)
+    logger = logging.getLogger(kind.logger)
+    if logger.isEnabledFor(kind.level):
+        text = printable(text_of(event.name, event.fields.items()))
+        logger.log(kind.level, "%s", text, extra={"event": event.name, **_safe(event.fields)})
+
+
+def _safe(fields: Mapping[str, Json]) -> dict[str, Json]:
+    return {f"{name}_" if name in LOG_FIELDS or name == "event" else name: value for name, value in fields.items()}
+
+
+def now_us() -> int:
+    """The time of day in microseconds since 1970."""
+    return time.time_ns() // 1_000
+
+
+@cache
+def user() -> str:
+    """Who runs this process: user@host."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a container without an entry for the user id
+        name = str(os.getuid()) if hasattr(os, "getuid") else "unknown"
+    return f"{name}@{socket.gethostname()}"

@@ -1,0 +1,55 @@
+"""The table of events: complete, true, and the same as in docs/events.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from string import Formatter
+
+from pxrs.events.names import KINDS, text_of
+from tests.unit.source_code import ROOT, SOURCE, trees
+
+ROW = re.compile(r"^\| `([a-z]+\.[a-z_]+)` \| (.*) \| (.*) \|$", re.MULTILINE)
+
+
+def test_the_document_has_every_event_with_its_text_and_fields() -> None:
+    written = {name: (text, re.findall("`([a-z_]+)`", fields)) for name, text, fields in ROW.findall(document())}
+    assert written == {kind.name: (kind.text, list(kind.fields)) for kind in KINDS.values()}
+
+
+def document() -> str:
+    return (ROOT / "docs" / "events.md").read_text()
+
+
+def test_a_text_names_only_fields_of_its_event() -> None:
+    for kind in KINDS.values():
+        named = {name for _, name, _, _ in Formatter().parse(kind.text) if name is not None}
+        assert named <= {*kind.fields}, kind.name
+
+
+def test_a_field_that_is_missing_is_shown_as_such() -> None:
+    assert text_of("member.joined", [("group", "g")]) == "group g: ? joined"
+    assert text_of("of.a_later_version", []) == "of.a_later_version"
+
+
+def recorded() -> set[tuple[str, str]]:
+    """The events that the code records by a literal name, and the keyword arguments that it gives to each."""
+    found = set()
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+                continue
+            name = node.args[0]
+            if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+                continue
+            beginning = {"record": "", "audit": "audit.", "_audit": "audit.", "record_audit": "audit."}
+            if node.func.attr in beginning and path.is_relative_to(SOURCE):
+                given = [each.arg for each in node.keywords if each.arg not in (None, "on_stored")]
+                found |= {(beginning[node.func.attr] + name.value, str(field)) for field in given}
+    return found
+
+
+def test_the_code_records_only_events_and_fields_of_the_table() -> None:
+    unknown = {(name, field) for name, field in recorded() if name not in KINDS or field not in KINDS[name].fields}
+    assert unknown == set()
+    assert len(recorded()) > 4

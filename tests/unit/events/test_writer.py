@@ -1,0 +1,147 @@
+"""The writer of events: bounded, never in the way, and honest about what it could not keep."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+import pxrs
+from pxrs.errors import AppendFailed, LogNotWritable
+from pxrs.events.model import EVENT_BYTES_MAX, Event
+from pxrs.events.storing import EventStore
+from pxrs.events.writer import EventWriter
+from pxrs.log.memory import MemoryLog
+
+WAIT_S = 20.0
+
+
+class Gated(EventStore):
+    """A store whose appends wait until the test lets them go on, or fail as it says."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryLog(), lambda: None)
+        self.is_free, self.entered = threading.Event(), threading.Semaphore(0)
+        self.errors: list[Exception] = []
+        self.stored: list[Event] = []
+
+    def store(self, events: Sequence[Event]) -> None:
+        self.entered.release()
+        assert self.is_free.wait(WAIT_S)
+        if self.errors:
+            raise self.errors.pop(0)
+        super().store(events)
+        self.stored += events
+
+
+@pytest.fixture
+def store() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def make(store: Gated) -> Iterator[Callable[..., EventWriter]]:
+    made: list[EventWriter] = []
+
+    def make(buffer_max: int = 100) -> EventWriter:
+        made.append(EventWriter(store, "memory:", buffer_max=buffer_max))
+        return made[-1]
+
+    yield make
+    store.is_free.set()
+    for writer in made:
+        writer.close()
+
+
+def test_recording_does_not_wait_for_the_log_and_a_full_buffer_drops_counts_and_says_so_once(
+    store: Gated, make: Callable[..., EventWriter], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = make(buffer_max=5)
+    writer.record("member.joined", group="g", member="first")
+    assert store.entered.acquire(timeout=WAIT_S)  # the thread is in the append, which does not end
+    for number in range(12):
+        writer.record("member.joined", group="g", member=str(number))
+    warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert [each.getMessage() for each in warnings] == [
+        "5 events of memory: wait to be stored: further ones are dropped until there is room"
+    ]
+    store.is_free.set()
+    assert writer.flush(WAIT_S)
+    assert [each.fields.get("member") for each in store.stored][:6] == ["first", "0", "1", "2", "3", "4"]
+    (dropped,) = (each for each in store.stored if each.name == "events.dropped")
+    assert dropped.fields["count"] == 7
+
+
+def test_a_failure_is_logged_as_an_outage_and_the_events_are_stored_later(
+    store: Gated, make: Callable[..., EventWriter], caplog: pytest.LogCaptureFixture
+) -> None:
+    store.errors = [AppendFailed("no space left"), AppendFailed("no space left")]
+    store.is_free.set()
+    writer = make()
+    writer.record("member.joined", group="g", member="m")
+    assert writer.flush(WAIT_S)
+    assert [each.name for each in store.stored] == ["member.joined"]
+    assert [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING] == [
+        "events of memory: are not stored: no space left; will try again"
+    ]
+
+
+def test_a_process_that_may_not_write_keeps_no_events_and_goes_on(
+    store: Gated, make: Callable[..., EventWriter], caplog: pytest.LogCaptureFixture
+) -> None:
+    store.errors = [LogNotWritable("memory:", "read-only")]
+    store.is_free.set()
+    writer = make()
+    with caplog.at_level(logging.INFO, "pxrs"):
+        writer.record("member.joined", group="g", member="m")
+        assert writer.flush(WAIT_S)
+        writer.record("member.left", group="g", member="m")
+        assert writer.flush(WAIT_S)
+    assert store.stored == []
+    assert [each.getMessage() for each in caplog.records] == [
+        "group g: m joined",
+        "events of memory: are logged but not stored: read-only",
+        "group g: m left",
+    ]
+
+
+def test_close_stores_what_waits_and_the_callback_tells_that_it_is_stored(
+    store: Gated, make: Callable[..., EventWriter]
+) -> None:
+    told: list[str] = []
+    writer = make()
+    writer.record("member.joined", on_stored=lambda: told.append("stored"), group="g", member="m")
+    assert told == []
+    store.is_free.set()
+    writer.close()
+    assert (told, [each.name for each in store.stored]) == (["stored"], ["member.joined"])
+    writer.record("member.left", group="g", member="m")
+    assert len(store.stored) == 1
+
+
+def test_one_event_is_one_line_of_the_log_with_its_name_and_fields(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pxrs.events"), pxrs.open("memory:") as hub:
+        hub.create_topic("orders", partitions=3)
+        assert hub.parts.events.flush(WAIT_S)
+    (line,) = (each for each in caplog.records if each.name.startswith("pxrs.events"))
+    assert line.name == "pxrs.events.audit"
+    assert line.getMessage().endswith(": topic orders was created")
+    found = vars(line)
+    assert (found["event"], found["topic"], found["partitions"]) == ("audit.create_topic", "orders", 3)
+
+
+def test_an_event_that_is_too_large_is_shortened_and_says_so() -> None:
+    text = Event("partition.paused", 1, {"offset": 7, "error": "x" * (1 << 20)}).dump()
+    assert len(text) < EVENT_BYTES_MAX
+    assert Event.load(text) == Event("partition.paused", 1, {"offset": 7, "error": "x" * 1000 + "..."})
+    wide = Event("partition.paused", 1, {"offset": 7, "many": ["y" * 100] * 1000}).dump()
+    assert Event.load(wide) == Event("partition.paused", 1, {"offset": 7, "shortened": True})
+
+
+@pytest.mark.parametrize(
+    "value", [None, b"", b"{}", b"[]", b'{"name": 1, "at": 2, "fields": {}}', b"\xff", b"[" * 10**5]
+)
+def test_what_is_no_event_is_not_taken_for_one(value: bytes | None) -> None:
+    assert Event.load(value) is None
