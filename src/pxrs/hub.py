@@ -25,6 +25,7 @@ from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.contract import DamagedTopic, Log, Source, TopicLog
 from pxrs.log.joined import JoinedSource
+from pxrs.metrics import otel
 from pxrs.model import (
     AUDIT_TOPIC,
     EVENTS_TOPIC,
@@ -164,6 +165,7 @@ class Hub:
         self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer | TopicsConsumer] = weakref.WeakSet()
         self._janitor = Janitor(self.parts, takes_part=upkeep)
+        otel.attach()
 
     @property
     def registry(self) -> Registry:

@@ -31,6 +31,7 @@ COMMANDS: Final = {
         "app",
         "Apply retention and remove what is no longer needed, or show which process does.",
     ),
+    "metrics": Lazy("pxrs.cli.metrics", "metrics", "Export the lag of all groups and the sizes of topics and queues."),
     "events": Lazy("pxrs.cli.events", "events", "Show what happened to a hub: joins, hand-overs, fences, pauses."),
     "audit": Lazy("pxrs.cli.events", "audit", "Show what administrators did to a hub, with who and when."),
     "backup": Lazy("pxrs.cli.backup", "backup", "Copy a hub that is in use, consistently."),

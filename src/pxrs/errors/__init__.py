@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pxrs.errors.backup import BackupDamaged, BackupError, BackupIncomplete, RestoreRefused
 from pxrs.errors.general import (
+    CannotListen,
     Closed,
     InvalidArgument,
     InvalidUrl,
@@ -135,6 +136,7 @@ __all__ = [
     "BackupIncomplete",
     "BatchRefused",
     "BufferFull",
+    "CannotListen",
     "CheckpointOutOfRange",
     "CheckpointsDiffer",
     "Closed",

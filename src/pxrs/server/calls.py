@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from pxrs import __version__
 from pxrs.errors import InvalidArgument, PxrsError
+from pxrs.metrics.instruments import SERVER_CALL, SERVER_CALLS
 from pxrs.registry.lease import Lease
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
@@ -271,6 +273,17 @@ def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float
     function = CALLS.get(name)
     if function is None:
         raise unknown_call(name)
+    began, outcome = time.monotonic(), "error"
+    try:
+        found = _call(served, name, function, arguments, arrived_at)
+        outcome = "ok"
+        return found
+    finally:
+        SERVER_CALL.of(name).observe(time.monotonic() - began)
+        SERVER_CALLS.of(name, outcome).add()
+
+
+def _call(served: Served, name: str, function: Function, arguments: dict[str, Any], arrived_at: float) -> Result:
     served.check(name, arguments)
     try:
         return function(served, Given(name, arguments), arrived_at)

@@ -77,6 +77,7 @@ from pxrs.log.directory.tail import Tail
 from pxrs.log.directory.unwritable import UnwritablePublished
 from pxrs.log.outcomes import Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming
+from pxrs.metrics.instruments import UPKEEP_REMOVED
 
 _logger = logging.getLogger(__name__)
 
@@ -377,7 +378,9 @@ class Partition:
                 path = segment_path(self.folder, base)
                 for file in (path, index_path(path), producers_path(path)):
                     with contextlib.suppress(FileNotFoundError):
+                        size = os.stat(file).st_size
                         os.unlink(file)
+                        UPKEEP_REMOVED.of(self.place.rpartition("/")[0]).add(size)
                 # After each one, so that a power loss cannot bring back an older segment without the one behind it.
                 disk.sync_folder(self.folder)
             return self.reader.forget_dropped()
