@@ -45,7 +45,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("upkeep",),
     HUB,
     ("server",),
-    ("spark",),
+    ("spark", "web"),
     ("cli",),
     ("testing",),
 )

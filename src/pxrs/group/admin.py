@@ -85,7 +85,11 @@ class GroupHandle:
 
     def describe(self) -> GroupDescription:
         """The members of the group, and the owner, checkpoint and lag of each partition. Raises UnknownGroup."""
-        state = self._reader.read_there()
+        return self.described(self._reader.read_there())
+
+    def described(self, state: GroupState) -> GroupDescription:
+        """As `describe`, of records that were read before: for whoever watches many groups, and reads the records of
+        one again only after they have changed."""
         leader = state.leader[0].incarnation if state.leader else None
         names, meant = self._reader.names(state), state.meant_for()
         # Read the ends after the checkpoints, so that no end is behind a checkpoint.
