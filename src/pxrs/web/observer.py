@@ -61,6 +61,7 @@ class Observer:
     def forget(self) -> None:
         """Refresh at the next request: something was changed through the page."""
         self._next = 0.0
+        self.queues.count_again()
 
     def _refresh(self, now: float) -> None:
         problems = []

@@ -135,6 +135,11 @@ class QueueBook:
             else:
                 self.by_name[name] = WatchedQueue(queue, self._registry.watch(queue.root))
 
+    def count_again(self) -> None:
+        """Count what has changed at the next refresh, however short ago it was counted. Threads may call it."""
+        for each in list(self.by_name.values()):
+            each.look_again = 0.0
+
     def find(self, name: str) -> WatchedQueue:
         """Raises UnknownQueue."""
         found = self.by_name.get(name)

@@ -25,6 +25,7 @@ from pxrs.queue.states import ItemState
 from pxrs.web import browse, queues, views
 from pxrs.web.actions import ACTIONS, ActionToken, check_permission
 from pxrs.web.guard import App, Guard
+from pxrs.web.history import HOURS
 from pxrs.web.observer import Observer
 
 ASSETS: Final = {
@@ -36,7 +37,6 @@ ASSETS: Final = {
         for name in ("app", "dom", "overview", "topic", "group", "queue", "queries", "actions", "timeline")
     },
 }
-HOURS_MAX: Final = 6.0
 ITEMS_MAX: Final = 100
 TOKEN_HEADER: Final = "x-pxrs-token"
 _logger = logging.getLogger(__name__)
@@ -95,9 +95,9 @@ class _Routes:
         return self._see(lambda: views.group(self._observer, request.path_params["name"]))
 
     def timeline(self, request: Request) -> Response:
-        hours = _number(request, "hours", float, 1.0)
-        if not 0 < hours <= HOURS_MAX:
-            raise InvalidArgument(f"hours is {hours:g}: give more than 0, up to {HOURS_MAX:g}")
+        hours = _number(request, "hours", float, None)
+        if hours is not None and not 0 < hours <= HOURS:
+            raise InvalidArgument(f"hours is {hours:g}: give more than 0, up to {HOURS}")
         return self._see(lambda: views.group_timeline(self._observer, request.path_params["name"], hours))
 
     def queue(self, request: Request) -> Response:

@@ -28,12 +28,12 @@ class WebServer:
         self, hub: Hub, listen: str = "127.0.0.1:8080", token: ActionToken | None = None, hosts: tuple[str, ...] = ()
     ) -> None:
         host, _, port = listen.rpartition(":")
-        self._observer = Observer(hub)
+        self.observer = Observer(hub)
         self._socket = _bound(host.strip("[]"), int(port))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                page(self._observer, token, hosts),
+                page(self.observer, token, hosts),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -54,7 +54,7 @@ class WebServer:
         return f"http://{self.address}/"
 
     def start(self) -> None:
-        self._observer.start()
+        self.observer.start()
         self._thread.start()
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class WebServer:
         if self._thread.ident is not None:
             self._thread.join(STOP_S + 5)
         self._socket.close()
-        self._observer.close()
+        self.observer.close()
 
     def __enter__(self) -> WebServer:
         self.start()

@@ -18,7 +18,7 @@ from pxrs.log.contract import Bounds, DamagedTopic, Log, TopicLog
 from pxrs.model import Topic
 
 LIST_S: Final = 2.0
-LOOK_S: Final = 0.15
+LOOK_S: Final = 0.1
 RATE_S: Final = 10.0
 """Rates are averages over this time, or over the time since the last look if that is longer."""
 WARM_S: Final = 15.0

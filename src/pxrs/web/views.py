@@ -15,6 +15,7 @@ from pxrs.group.description import GroupDescription, PartitionDescription
 from pxrs.queue.states import ItemState
 from pxrs.web import browse, queues
 from pxrs.web.groups import WatchedGroup
+from pxrs.web.history import HOURS
 from pxrs.web.observer import Observer
 from pxrs.web.queries import SeenQuery
 from pxrs.web.queues import ListedItem, WatchedQueue
@@ -195,13 +196,16 @@ def _partition_row(row: PartitionDescription) -> dict[str, Any]:
     return fields
 
 
-def group_timeline(observer: Observer, name: str, hours: float) -> dict[str, Any]:
-    """Raises UnknownGroup."""
+def group_timeline(observer: Observer, name: str, hours: float | None) -> dict[str, Any]:
+    """hours: how far back; None: as far as there are events. Raises UnknownGroup."""
     now_us = int(time.time() * 1e6)
-    since_us = now_us - int(hours * 3600e6)
+    since_us = now_us - int((HOURS if hours is None else hours) * 3600e6)
     found = observer.groups.find(name, time.monotonic())
     events = observer.history.of_group(name, since_us)
     seen = observer.groups.by_name[name].epochs
+    if hours is None:
+        first = min([*(event.at for event in events[:1]), *(at for _, at in seen.values())], default=now_us)
+        since_us = max(since_us, min(first - 2_000_000, now_us - 60_000_000))
     return {**status(observer), **timeline(found, seen, events, since_us, now_us)}
 
 

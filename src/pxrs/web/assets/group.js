@@ -5,7 +5,7 @@ import { picture } from "./timeline.js";
 
 const MEMBERS_SHOWN = 12;
 
-export function begin(state) { state.local = { hours: "1" }; }
+export function begin(state) { state.local = { hours: "" }; }
 export async function load(state, get) {
   const name = encodeURIComponent(state.name);
   const [group, timeline] = await Promise.all([get(`/api/groups/${name}`), get(`/api/groups/${name}/timeline?hours=${state.local.hours}`)]);
@@ -25,7 +25,7 @@ export function render(state) {
     found.lag_problem && h("p", { class: "problem" }, found.lag_problem),
     h("div", { class: "tiles" }, tile("members", count(found.members.length)), tile("partitions", count(found.rows.length)), tile("lag", lag(found.lag, found.is_lag_exact)), tile("generation", count(found.generation)), tile("without owner", count(unowned), unowned && found.members.length ? "warn" : ""), tile("paused", count(paused.length), paused.length ? "bad" : "")),
     paused.length ? card("Paused partitions", h("div", { class: "body", id: "paused" }, paused.map((row) => pausedRow(state, row, paused.length === 1)))) : null,
-    card("Timeline of ownership", h("div", { class: "body", id: "timeline" }, picture(found, colour)), h("div", { class: "bar", role: "group", "aria-label": "How far back" }, [["0.25", "15 min"], ["1", "1 h"], ["6", "6 h"]].map(([hours, text]) => h("button", { type: "button", "data-do": "hours", "data-hours": hours, "aria-pressed": String(state.local.hours === hours) }, text)))),
+    card("Timeline of ownership", h("div", { class: "body", id: "timeline" }, picture(found, colour)), h("div", { class: "bar", role: "group", "aria-label": "How far back" }, [["", "all"], ["0.25", "15 min"], ["1", "1 h"], ["6", "6 h"]].map(([hours, text]) => h("button", { type: "button", "data-do": "hours", "data-hours": hours, "aria-pressed": String(state.local.hours === hours) }, text)))),
     card("Ownership", ownership(found, colour), h("div", { class: "bar" }, actions)),
     card("Members", table("Members", [["member", false, (row) => [h("span", { class: `swatch ${colour(row.incarnation)}` }), row.name, row.is_leader ? [" ", pill("leader")] : null]], ["host", false, (row) => row.host], ["pid", true, (row) => row.pid], ["partitions", true, (row) => count(row.partitions)], ["topics", false, (row) => row.topics.join(", ")], ["joined", false, (row) => ago(found.now, row.since)]], found.members.map((row) => ({ ...row, key: row.incarnation })), "No member is there.")),
     card("Events", table("Events", [["time", false, (row) => moment(row.at)], ["event", false, (row) => row.name], ["what happened", false, (row) => row.text, "long"]], found.timeline.events.map((row, at) => ({ ...row, key: `${row.at}${row.name}${at}` })), "No event of the last hours is kept.")),

@@ -1,5 +1,5 @@
 // All topics, groups and queues, with what needs attention first.
-import { ago, card, count, h, lag, link, pill, rate, span, table, tile } from "./dom.js";
+import { card, count, h, lag, link, pill, rate, span, table, tile } from "./dom.js";
 
 const SHOWN = 100;
 
@@ -23,7 +23,7 @@ export function render(state) {
     h("div", { class: "columns" },
       card("Groups", [table("Groups", [
         ["group", false, (row) => link("groups", row.group)], ["members", true, (row) => count(row.members)], ["partitions", true, (row) => count(row.partitions)],
-        ["lag", true, (row) => lag(row.lag, row.is_lag_exact)], ["state", false, (row) => stateOf(row)], ["oldest checkpoint", true, (row) => ago(found.now, row.oldest_checkpoint)],
+        ["lag", true, (row) => lag(row.lag, row.is_lag_exact)], ["state", false, (row) => stateOf(row)], ["checkpoint age", true, (row) => (row.oldest_checkpoint ? span(found.now - row.oldest_checkpoint) : "–")],
       ], cut(groups, "group"), "No group has read anything yet."), more(groups)]),
       card("Topics", [table("Topics", [
         ["topic", false, (row) => link("topics", row.topic)], ["partitions", true, (row) => count(row.partitions)], ["messages", true, (row) => count(row.messages)], ["rate", true, (row) => rate(row.rate)],
