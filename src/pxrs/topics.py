@@ -74,8 +74,9 @@ class TopicHandle:
         return self.log.read(partition, offset, arguments.whole(InvalidRecord, "max_bytes", max_bytes, 1))
 
     def batches(self, partition: int, start: int = 0, end: int | None = None) -> Iterator[Batch]:
-        """Batches from exactly this offset on and before `end`, one after another; without `end`, up to the end of the
-        partition as it is when it is reached. A topic on a server is read ahead of what is taken."""
+        """Batches from exactly this offset on and before `end`, one after another. Without `end`, or if the partition
+        has less: up to the end of the partition, as it is when the iterator comes to it. A topic on a server is read
+        ahead of the caller."""
         partition, start = self._partition(partition), self._offset("start", start)
         return self.log.batches(partition, start, None if end is None else self._offset("end", end))
 

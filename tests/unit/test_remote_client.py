@@ -701,7 +701,7 @@ def test_many_batches_are_sent_as_several_appends_and_each_partition_in_one(
 def test_w1_appends_that_were_not_sent_when_the_stream_broke_are_known_not_to_be_stored(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer reads one message, so gRPC's flow control keeps the client from sending all of them."""
+    """The peer reads two batches, so gRPC's flow control keeps the client from sending all of them."""
     monkeypatch.setattr(appends_module, "PART_BATCHES", 1)
     log, topic, _ = open_topic(peer)
     batches = [
@@ -711,7 +711,8 @@ def test_w1_appends_that_were_not_sent_when_the_stream_broke_are_known_not_to_be
     monkeypatch.setattr(topic, "partitions", len(batches))
     appending = aside(lambda: topic.append([each._replace(partition=n) for n, each in enumerate(batches)]))
     put = peer.puts.get(timeout=20)
-    put.next_data()
+    for _ in range(3):  # the schema and two batches
+        put.next_data()
     put.put_result({"offset": 4})
     put.cut()
     first, second, *_, last = appending.result()
@@ -847,6 +848,14 @@ def test_w1_an_append_whose_stream_ends_with_the_token_may_be_stored(peer: Peer)
 
 
 # Connecting.
+
+
+def test_a_goodbye_instead_of_a_hello_is_a_server_that_is_away(peer: Peer) -> None:
+    opening = aside(lambda: registries.open(peer.url))
+    first = peer.controls.get(timeout=20)
+    first.say(goodbye={"reason": "the server is stopping"})
+    peer.control()
+    opening.result().close()
 
 
 def test_a_server_that_ends_every_stream_at_once_is_not_asked_without_a_pause(peer: Peer) -> None:

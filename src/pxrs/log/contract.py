@@ -160,8 +160,9 @@ class Source(ABC):
         Raises OffsetTrimmed before the start, OffsetOutOfRange beyond the end, DamagedFrame where bytes are damaged."""
 
     def batches(self, partition: int, start: int, end: int | None = None) -> Iterator[Batch]:
-        """The batches from exactly this offset on and before `end`; without `end`, up to the end of the partition as it
-        is when it is reached. Raises as `read`. A source with latency reads ahead of what is taken."""
+        """The batches from exactly this offset on and before `end`. Without `end`, or if the partition has less: up to
+        the end of the partition, as it is when the iterator comes to it. Raises as `read`. A source with latency reads
+        ahead of the caller."""
         while end is None or start < end:
             found = self.read(partition, start)
             if not found:

@@ -29,6 +29,8 @@ _BODY_TAG: Final = b"\xc2\x3e"
 """Field 1000, length-delimited."""
 _CONTINUATION: Final = b"\xff\xff\xff\xff"
 _PATH, _COMMAND = 1, 2
+FIELDS_MAX: Final = 1_000
+"""How many fields a message may have. Those of Flight have a few; to read millions would stop the event loop."""
 
 Bytes = bytes | memoryview
 
@@ -68,10 +70,13 @@ def field(number: int, value: Bytes) -> bytes:
 
 
 def fields(data: Bytes) -> Iterator[tuple[int, memoryview | int]]:
-    """The fields of a message: numbers, and their contents without a copy. Raises MalformedMessage."""
+    """The fields of a message: their numbers, and their contents without a copy. Raises MalformedMessage, also if there
+    are more than FIELDS_MAX."""
     view = memoryview(data)
     at, end = 0, len(view)
-    while at < end:
+    for _ in range(FIELDS_MAX):
+        if at >= end:
+            return
         tag, at = _read_varint(view, at)
         number, kind = tag >> 3, tag & 7
         if kind == 2:
@@ -89,6 +94,8 @@ def fields(data: Bytes) -> Iterator[tuple[int, memoryview | int]]:
                 raise MalformedMessage("a field is longer than the message")
         else:
             raise MalformedMessage(f"a field of the unknown kind {kind}")
+    if at < end:
+        raise MalformedMessage(f"more than {FIELDS_MAX:,} fields")
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """`DoPut`: batches into a topic. Each append is answered when it is durable (W1).
 
-An append is the batches of a stream up to the first one without `more`. The server stores an append only when it has
-answered the one before it; meanwhile it receives the next one, if there is room, and gRPC's buffers hold what else
-comes. What all streams hold together is bounded by `append_bytes_max`: a stream waits until others are stored, and its
-client is slowed down by gRPC's flow control. A stream that holds the beginning of an append must get the rest of it
-within `append_rest_s`: all others may wait for the room that it takes.
+An append is the batches of a stream up to the first one without `more`. While the server stores an append, it receives
+and decodes the next one, if there is room; it stores that one only when it has answered the first. What else the client
+sends waits in gRPC's buffers. The bytes of all appends that are received and not stored yet are bounded by
+`append_bytes_max`: a stream waits until the appends of others are stored, and gRPC's flow control slows its client
+down. The rest of an append must come within `append_rest_s` of its beginning, because other streams may wait for the
+room that the beginning takes.
 
 A stream that ends with an error of pxrs has stored nothing of the appends that it has not answered. Clients rely on it.
 So a stream whose client does not take an answer ends without such an error (`Stalled`).
@@ -40,6 +41,8 @@ from pxrs.server.settings import ServerLimits
 T = TypeVar("T")
 ABOUT_BYTES_MAX: Final = 4096
 """How long the JSON that comes with a batch may be."""
+SCHEMA_BYTES_MAX: Final = 64 << 10
+"""How long the schema at the beginning of a stream may be, which is decoded on the event loop. The log's has 1 kB."""
 SMALL_BYTES: Final = 64 << 10
 """Appends below this size are decoded on the event loop."""
 _EPOCH_MAX: Final = (1 << 32) - 1
@@ -146,7 +149,7 @@ class AppendStream:
         self._why: PxrsError | None = None
         """Why the server ends the stream."""
         self._is_stored = asyncio.Event()
-        """Whether no append is being stored now."""
+        """Set while no append of this stream is being stored."""
         self._is_stored.set()
 
     may_end = True
@@ -195,7 +198,8 @@ class AppendStream:
             ahead.add_done_callback(self._drop)
 
     async def _answer(self, outcomes: Sequence[Outcome], send: Send) -> None:
-        """Raises Stalled if the client does not take the answer: what was received ahead takes room meanwhile."""
+        """Raises Stalled if the client does not take the answer in time: the append that was received ahead would hold
+        its room for ever."""
         try:
             async with asyncio.timeout(self._limits.append_rest_s):
                 await send(encode_outcomes(outcomes))
@@ -204,6 +208,10 @@ class AppendStream:
 
     async def _receive(self, messages: AsyncIterator[bytes]) -> _Group | None:
         """The batches of the next append, checked; None if the client has ended the stream."""
+        if not self._budget.has_room(1):
+            # The room for a message can be taken only when its size is known. So if there is none, no stream may hold
+            # a message beside the append that it stores.
+            await self._is_stored.wait()
         message = await anext(messages, None)
         if message is None:
             return None
@@ -256,7 +264,8 @@ class AppendStream:
                 "with `more`, or smaller ones"
             )
         if not self._budget.has_room(size):
-            # Receiving ahead must not use up what other streams need for the append that they have begun.
+            # This stream may hold room for the append that it stores. It takes more only when that is given back, so
+            # that other streams can complete the appends that they have begun.
             await self._is_stored.wait()
         group.taken += await self._budget.take(size)
 
@@ -280,6 +289,8 @@ class AppendStream:
             about = wire.loads(command)
         except (ValueError, RecursionError) as error:
             raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
+        if len(first.header) > SCHEMA_BYTES_MAX:
+            raise InvalidRecord(f"the schema of the stream is longer than {SCHEMA_BYTES_MAX:,} bytes")
         _check_schema(first)
         return Given("DoPut", about)
 

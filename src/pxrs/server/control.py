@@ -33,7 +33,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from pxrs import __version__
-from pxrs.errors import InvalidArgument, PxrsError, WireMismatch
+from pxrs.errors import Closed, InvalidArgument, PxrsError, WireMismatch
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.budget import Budget
@@ -61,6 +61,8 @@ class ControlStream:
         self._asked = Budget(limits.control_bytes_max, "calls of this client")
         self._told = Budget(limits.answer_bytes_max, "answers for this client")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_greeted = False
+        """Whether the client's hello has come."""
         self._answers: deque[tuple[bytes, Callable[[], None]]] = deque()
         """Messages to send, and what to do once each is sent."""
         self._noted: dict[int, None] = {}
@@ -103,7 +105,11 @@ class ControlStream:
             await asyncio.gather(reader, writer, *self._tasks, return_exceptions=True)
 
     def leave(self) -> None:
-        """Tell the client that the server will end."""
+        """Tell the client that the server will end. A stream whose hello has not come yet ends at once: the server's
+        hello must be its first message, and a client that got it would use the stream."""
+        if not self._is_greeted:
+            self.end(Closed("the server is stopping: connect again"))
+            return
         self._answer({"goodbye": {"reason": "the server is stopping"}})
 
     def finish(self) -> None:
@@ -125,7 +131,7 @@ class ControlStream:
     # Reading.
 
     async def _read(self, messages: AsyncIterator[bytes]) -> None:
-        is_greeted = is_begun = False
+        is_begun = False
         async for message in messages:
             arrived_at = self._served.hub.registry.clock.now()
             self._used_at = time.monotonic()
@@ -141,9 +147,9 @@ class ControlStream:
             # Not on a thread: that would hold the GIL for as long, and a message could wait there behind calls that
             # block.
             found = parse(data.app_metadata, "a control message", self._limits.request_bytes_max)
-            if not is_greeted:
+            if not self._is_greeted:
                 self._greet(found)
-                is_greeted = True
+                self._is_greeted = True
                 continue
             await self._begin(found, arrived_at, len(message))
 

@@ -21,8 +21,8 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 class Stalled(Exception):
-    """A client does not take what the server sends. It ends the stream without an error of pxrs, which would say that
-    nothing was done."""
+    """A client does not take what the server sends. The stream ends with the status UNAVAILABLE and without an error of
+    pxrs, because such an error would tell the client that nothing was stored."""
 
 
 @dataclass(frozen=True, slots=True)

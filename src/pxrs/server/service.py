@@ -201,6 +201,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """The method; an error that it raises ends the call with a status."""
 
         async def call(messages: Any, context: Any) -> None:
+            # Counted until the status is sent. gRPC waits for a client that does not take what was sent before.
+            counted = contextlib.ExitStack()
             self.open += 1
             try:
                 # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not know
@@ -211,8 +213,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
                 served = await self._by(context)
-                with self._counted(served.caller):
-                    await method(served, messages, context)
+                counted.enter_context(self._counted(served.caller))
+                await method(served, messages, context)
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
             except Stalled as error:
@@ -227,6 +229,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 _logger.exception("a call of a client failed")
                 await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
             finally:
+                counted.close()
                 self.open -= 1
 
         return call

@@ -41,12 +41,14 @@ class ServerLimits:
     append_decoded_bytes_max: int = 512 << 20
     """How many bytes a compressed batch may have once it is decompressed."""
     append_rest_s: float = 30.0
-    """How long the server holds the beginning of an append, and waits for the rest of it."""
+    """How long the server holds the beginning of an append and waits for the rest of it, and how long an answer may
+    wait to be taken by the client."""
     read_bytes_max: int = 16 << 20
     """How many bytes one read returns at most, whatever a client asks for; at least one batch."""
     read_held_bytes_max: int = 256 << 20
-    """How many bytes of batches that clients have not taken yet are held for all reads. If there is no more room, the
-    clients that have taken nothing for `read_stalled_s` lose their streams."""
+    """How many bytes of batches that clients have not taken yet are held for all reads. If there is no more room,
+    nothing is read ahead for clients that pause, and clients that have taken nothing for `read_stalled_s` lose their
+    streams."""
     read_stalled_s: float = 10.0
     threads: int = 16
     """How many calls of the hub run at a time, for each of the pools but those of staging and renewals."""

@@ -199,7 +199,7 @@ def _wanted(batches: Iterable[Batch], part: Slice) -> Iterator[Batch]:
     columns = [name for name in part.columns if name in SCHEMA.names]
     for batch in batches:
         if batch.records.num_rows and (part.times is None or part.times.may_be_in(batch.records)):
-            yield batch._replace(records=batch.records.select(columns))
+            yield batch._replace(records=batch.records.select(columns), encoded=None)
 
 
 def _mapped(part: Slice) -> Iterator[tuple[int, Iterator[Batch]]]:

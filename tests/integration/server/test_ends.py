@@ -21,8 +21,10 @@ from pxrs.server.auth.names import HubNames
 from pxrs.server.budget import Budget
 from pxrs.server.calls import Served
 from pxrs.server.control import ControlStream
+from pxrs.server.given import Given
 from pxrs.server.grants import Grants
 from pxrs.server.pools import Pools
+from pxrs.server.reads import ReadStream, Room
 from pxrs.server.settings import ServerLimits
 from pxrs.testing.proxy import Proxy
 from tests.integration.server.conftest import Running, Start
@@ -55,6 +57,19 @@ def stop(running: Running) -> threading.Thread:
     )
     thread.start()
     return thread
+
+
+def test_a_stream_whose_hello_comes_while_the_server_stops_is_ended_without_a_goodbye(start: Start) -> None:
+    """A goodbye before the hello would be taken for the answer of something that is no server of pxrs."""
+    running = start(drain_s=10.0)
+    with connect(running.address) as channel, Control(channel, is_greeted=False) as control:
+        until(lambda: running.ask(lambda server: len(server.service.streams)) == 1)
+        stopping = stop(running)
+        with pytest.raises(grpc.RpcError) as ended:
+            control.receive()
+        assert isinstance(error_of(ended.value), Closed)
+        stopping.join(20)
+        assert not stopping.is_alive()
 
 
 def test_a_server_that_stops_says_goodbye_and_ends_idle_streams_in_order(start: Start) -> None:
@@ -260,6 +275,92 @@ def test_a_stream_of_appends_that_is_cancelled_anywhere_holds_no_room(hub: Hub) 
                 assert budget.held == 0
         finally:
             pools.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_holds_no_message_beside_the_append_that_it_stores_if_there_is_no_room(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stream would hold one that no budget counts."""
+    log = hub.create_topic("t", partitions=1).log
+    real, begun, opened = type(log).append, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        opened.wait(20)
+        return real(*given)
+
+    monkeypatch.setattr(type(log), "append", slow)
+    data = batch_message(records(30, 3_000).serialize(), partition=0)
+    taken: list[int] = []
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield flight.flight_data(flight.FlightData(SCHEMA_HEADER, command=b'{"topic":"t"}'))
+        for number in range(3):
+            taken.append(number)
+            yield data
+
+    async def run() -> None:
+        limits = ServerLimits(threads=2, append_bytes_max=len(data))
+        pools, budget, answers = Pools(limits), Budget(limits.append_bytes_max, "appends"), []
+
+        async def send(message: bytes) -> None:
+            answers.append(message)
+
+        serving = asyncio.ensure_future(AppendStream(served(hub), pools, limits, budget).serve(messages(), send))
+        await asyncio.to_thread(begun.wait, 20)
+        await asyncio.sleep(0.05)
+        seen = list(taken)
+        opened.set()
+        await serving
+        pools.close()
+        assert seen == [0]
+        assert len(answers) == 3
+        assert budget.held == 0
+
+    asyncio.run(run())
+
+
+def test_a_read_of_a_range_that_is_cancelled_anywhere_holds_no_room(hub: Hub) -> None:
+    fill(hub, 4, 600_000)
+    range_of_all = Given("DoGet", {"topic": "t", "partition": 0, "start": 0, "end": 64})
+
+    async def run() -> None:
+        limits = ServerLimits(threads=2, read_held_bytes_max=3 << 20)
+        pools, room = Pools(limits), Room(limits)
+        try:
+            for steps in range(40):
+                streams = [ReadStream(served(hub), pools, limits, room) for _ in range(3)]
+                await asyncio.gather(*(cancel_after(each.serve(range_of_all, drop), steps) for each in streams))
+                await asyncio.sleep(0)
+                assert room.budget.held == 0
+        finally:
+            pools.close()
+
+    asyncio.run(run())
+
+
+def test_a_read_whose_first_message_is_not_taken_gives_its_room_back(hub: Hub) -> None:
+    fill(hub, 1)
+
+    async def run() -> None:
+        limits = ServerLimits(threads=2)
+        pools, room, asked = Pools(limits), Room(limits), asyncio.Event()
+
+        async def never(message: bytes) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        stream = ReadStream(served(hub), pools, limits, room)
+        given = Given("DoGet", {"topic": "t", "partition": 0, "start": 0, "end": 16})
+        reading = asyncio.ensure_future(stream.serve(given, never))
+        await asyncio.wait_for(asked.wait(), 20)
+        assert room.budget.held > 0
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert room.budget.held == 0
+        pools.close()
 
     asyncio.run(run())
 

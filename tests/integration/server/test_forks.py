@@ -1,4 +1,4 @@
-"""Processes that fork after they have run a server."""
+"""Processes that fork after they have run a server, or while they read from one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
 import pxrs
+from pxrs.errors import UsedAfterFork
 from pxrs.hub import Hub
 from pxrs.server.serving import Server, ServerSettings
 from pxrs.testing import faults
+from tests.integration.server.conftest import Running
+from tests.integration.server.test_limits import fill
 
-PATIENCE_S = 30.0
+PATIENCE_S = 20.0
 
 
 async def leave_as_garbage(hub: Hub) -> None:
@@ -40,3 +45,22 @@ def test_a_child_that_collects_garbage_does_not_wait_for_the_threads_of_a_stoppe
             watchdog.cancel()
     finally:
         gc.enable()
+
+
+def test_r11_a_forked_child_cannot_go_on_with_a_range_that_its_parent_reads(running: Running) -> None:
+    """It would wait for ever for messages that only the parent gets."""
+    fill(running.hub, 8)
+    with pxrs.open(f"pxrs://{running.address}") as hub:
+        batches = hub.topic("t").batches(0)
+        next(batches)
+
+        def read_on() -> None:
+            with pytest.raises(UsedAfterFork):
+                next(batches)
+
+        with faults.child(read_on) as pid:
+            watchdog = threading.Timer(PATIENCE_S, os.kill, (pid, signal.SIGKILL))
+            watchdog.start()
+            assert faults.wait_exit(pid) == 0
+            watchdog.cancel()
+        assert sum(1 for _ in batches) == 7

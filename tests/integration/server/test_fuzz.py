@@ -11,16 +11,29 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from pxrs.errors import Unauthenticated
 from pxrs.remote import flight, wire
 from pxrs.server.auth import tokens
 from pxrs.server.serving import Server
 from tests.integration.server.conftest import Running, Start
 from tests.integration.server.garbage import Garbage
-from tests.integration.server.peer import PATIENCE_S, Control, Put, WithToken, connect, method, records, rows, target
+from tests.integration.server.peer import (
+    PATIENCE_S,
+    Control,
+    Put,
+    WithToken,
+    connect,
+    error_of,
+    method,
+    records,
+    rows,
+    target,
+)
 
 REQUESTS = 10_000
 SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 32)))
@@ -156,6 +169,75 @@ def test_w5_no_request_crashes_or_hangs_the_server(
     assert min(seen[kind] for kind in kinds) > requests // 200, seen
     with connect(running.address) as plain:
         warm_up(grpc.intercept_channel(plain, WithToken(token)), grants)
+
+
+NO_TOKENS = (
+    (),
+    (("authorization", ""),),
+    (("authorization", "Bearer"),),
+    (("authorization", "Bearer " + "x" * 5_000),),
+    (("authorization", "Basic dDp0"),),
+    (("authorization-bin", b"\xff\0"),),
+)
+"""Metadata of calls without a token, or with something that is none."""
+
+
+def begin(channel: grpc.Channel, garbage: Garbage, metadata: tuple[tuple[str, str | bytes], ...]) -> Any:
+    match garbage.random.randrange(4):
+        case 0:
+            name, messages = "DoExchange", garbage.exchange(3)[0]
+        case 1:
+            name, messages = "DoPut", garbage.put()
+        case _:
+            name, request = garbage.request()
+            return channel.unary_stream(method(name))(request, timeout=PATIENCE_S, metadata=metadata)
+    return channel.stream_stream(method(name))(iter(messages), timeout=PATIENCE_S, metadata=metadata)
+
+
+def refusal(call: Any) -> str | None:
+    """The text with which the call is refused, which brings no message; None if there is no such method."""
+    with pytest.raises(grpc.RpcError):
+        next(call)
+    if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return None
+    assert call.code() is grpc.StatusCode.UNAUTHENTICATED, call.details()
+    error = error_of(call)
+    assert isinstance(error, Unauthenticated)
+    return str(error)
+
+
+def test_w4_no_call_without_a_token_learns_or_changes_anything(
+    start: Start, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    print(f"SEED={SEED}")  # noqa: T201 - shown if the test fails: it replays the requests
+    caplog.set_level(logging.WARNING)
+    auth = str(tmp_path / "tokens.json")
+    revoked, old_token = tokens.create(auth, "revoked", ["hub=admin"], now=0.0)
+    _, token = tokens.create(auth, "valid", ["hub=admin"], now=0.0)
+    tokens.revoke(auth, revoked.id)
+    assert token is not None
+    running = start(auth, threads=4, renewal_threads=2)
+    running.hub.create_topic("t", partitions=2)
+    with connect(running.address) as plain:
+        warm_up(grpc.intercept_channel(plain, WithToken(token)), [])
+    settle(running, len(os.listdir("/proc/self/fd")))
+
+    def contents() -> object:
+        hub = running.hub
+        return hub.topics(), hub.topic("t").log.bounds((0, 1)), hub.registry.scan("")
+
+    before, descriptors, threads = contents(), len(os.listdir("/proc/self/fd")), threading.active_count()
+    garbage, told = Garbage(SEED), set[str | None]()
+    others = [(("authorization", f"Bearer {each}"),) for each in (old_token, token[:-1], token + "x", token.upper())]
+    for _ in range(20):
+        with connect(running.address) as channel:
+            calls = [begin(channel, garbage, garbage.random.choice((*NO_TOKENS, *others))) for _ in range(100)]
+            told |= set(map(refusal, calls))
+    settle(running, descriptors)
+    assert len(told - {None}) <= 2, "what is refused depends on nothing but whether there is a token"
+    assert contents() == before
+    assert threading.active_count() <= threads + 4 + 4 + 2 + 1, "no more than the pools have"
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("pxrs.server")] == []
 
 
 def warm_up(channel: grpc.Channel, grants: list[str] | None) -> None:

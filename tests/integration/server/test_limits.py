@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import pytest
 import pxrs
 from pxrs.errors import InvalidArgument, InvalidRecord, LeaseExpired, ServerBusy
 from pxrs.hub import Hub
+from pxrs.remote import flight, wire
+from pxrs.server.auth import tokens
 from pxrs.server.given import ITEMS_MAX, Given
 from pxrs.server.grants import Grants
 from pxrs.server.serving import Server
@@ -22,6 +25,7 @@ from tests.integration.server.conftest import Running, Start
 from tests.integration.server.peer import (
     Control,
     Put,
+    WithToken,
     act,
     connect,
     error_of,
@@ -234,6 +238,43 @@ def test_answers_to_appends_that_nobody_reads_hold_no_room(start: Start) -> None
         until(lambda: running.ask(lambda server: server.service.appending.held) == 0)
 
 
+def test_w1_a_client_that_does_not_take_its_answers_loses_its_stream_and_is_not_told_that_nothing_was_stored(
+    start: Start, tmp_path: Path
+) -> None:
+    auth = str(tmp_path / "tokens.json")
+    created, token = tokens.create(auth, "silent", ["topic:t=write"], now=0.0)
+    running = start(auth, append_rest_s=0.3)
+    topic = running.hub.create_topic("t", partitions=2).log
+    data, wrong = records(1).serialize(), {"producer": "1" * 32, "epoch": 0, "sequence": 7, "more": True}
+    with connect(running.address, SMALL_WINDOW) as plain:
+        silent = Put(grpc.intercept_channel(plain, WithToken(token)), "t")
+        for _ in range(8):
+            for _ in range(200):  # refused, so that the answer is long
+                silent.send(data, 1, **wrong)
+            silent.send(data, 0)
+
+        def held() -> tuple[int, int]:
+            found: tuple[int, int] = running.ask(
+                lambda server: (len(server.service.streams), server.service.appending.held)
+            )
+            return found
+
+        until(lambda: topic.end(0) > 0)
+        until(lambda: held() == (0, 0))
+        stored = topic.end(0)
+        # gRPC sends the status behind the answers, so the call stays open until the client takes them, and is counted.
+        counted = running.ask(lambda server: (server.service.open, dict(server.service._open_by_token)))
+        assert counted == (1, {created.id: 1})
+        outcomes: list[dict[str, Any]] = []
+        with pytest.raises(grpc.RpcError) as failed:
+            outcomes += iter(silent.outcome, None)
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert wire.ERROR_METADATA not in dict(failed.value.trailing_metadata())
+        assert stored < 8, "the server has not stored what came behind the answer that was not taken"
+        assert stored - 1 <= sum("offset" in each for each in outcomes) <= stored
+        until(lambda: running.ask(lambda server: server.service.open) == 0)
+
+
 def test_an_append_that_is_cut_stores_nothing_and_holds_nothing(running: Running) -> None:
     running.hub.create_topic("t", partitions=1)
     data = records(100, 1_000).serialize()
@@ -315,11 +356,11 @@ def test_a_slow_reader_holds_two_batches_and_slows_nobody(start: Start) -> None:
 
 
 def test_stalled_readers_lose_their_streams_when_others_need_the_room(start: Start) -> None:
-    running = start(read_held_bytes_max=4 << 20, read_stalled_s=0.3)
+    running = start(read_held_bytes_max=8 << 20, read_stalled_s=0.3)
     fill(running.hub, 20)
     with connect(running.address, SMALL_WINDOW) as slow, connect(running.address) as channel:
         calls = [get(slow, topic="t", partition=0, start=0, end=320) for _ in range(8)]
-        until(lambda: running.ask(lambda server: server.service.reading.budget.held) >= 3 << 20)
+        until(lambda: running.ask(lambda server: server.service.reading.budget.held) >= 6 << 20)
         assert len(rows(channel, topic="t", partition=0, start=0, end=320)) == 320
         ended = []
         for call in calls:
@@ -328,6 +369,43 @@ def test_stalled_readers_lose_their_streams_when_others_need_the_room(start: Sta
             except grpc.RpcError as failure:
                 ended.append(type(error_of(failure)))
         assert set(ended) == {ServerBusy}
+
+
+def test_w5_readers_that_pause_keep_no_others_waiting(start: Start) -> None:
+    """Each has read ahead what there is room for, and pauses for less than `read_stalled_s`."""
+    running = start(read_held_bytes_max=8 << 20, read_stalled_s=20.0)
+    fill(running.hub, 60, 200_000)
+    with connect(running.address, SMALL_WINDOW) as paused, connect(running.address) as channel:
+        calls = [get(paused, topic="t", partition=0, start=0, end=960) for _ in range(12)]
+        until(lambda: running.ask(lambda server: server.service.reading.budget.held) > 6 << 20)
+        began = time.monotonic()
+        everything = [(0, number) for number in range(960)]
+        assert [row[:2] for row in rows(channel, topic="t", partition=0, start=0, end=960)] == everything
+        assert time.monotonic() - began < 10
+        for call in calls:  # they get all rows, though some were read twice
+            offsets = []
+            for data in call:
+                message = flight.read_flight_data(data)
+                if len(message.app_metadata):
+                    offsets.append(json.loads(bytes(message.app_metadata))["offset"])
+            assert offsets == list(range(0, 960, 16))
+    until(lambda: running.ask(lambda server: server.service.reading.budget.held) == 0)
+
+
+def test_readers_of_large_batches_hold_no_more_than_there_is_room(start: Start) -> None:
+    """The size of a batch is known only when it is read."""
+    running = start(read_held_bytes_max=16 << 20, threads=8)
+    fill(running.hub, 3, 6 << 20)
+    with connect(running.address, SMALL_WINDOW) as slow:
+        calls = [get(slow, topic="t", partition=0, start=0, end=48) for _ in range(12)]
+        most = 0
+        for _ in range(30):
+            threading.Event().wait(0.02)
+            most = max(most, running.ask(lambda server: server.service.reading.budget.held))
+        assert 6 << 20 < most <= 16 << 20
+        for call in calls:
+            call.cancel()
+        until(lambda: running.ask(lambda server: server.service.reading.budget.held) == 0)
 
 
 def test_one_read_returns_no_more_than_read_bytes_max(start: Start) -> None:

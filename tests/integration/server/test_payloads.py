@@ -10,13 +10,15 @@ import grpc
 import pyarrow as pa
 import pytest
 
+import pxrs
 from pxrs.errors import InvalidArgument, InvalidRecord, PxrsError
 from pxrs.log.batch import SCHEMA
+from pxrs.log.contract import Append
 from pxrs.model import CODECS
 from pxrs.remote import flight
 from pxrs.server.layout import _Table, read_layout
 from tests.integration.server.conftest import Running
-from tests.integration.server.peer import Put, act, batch_message, connect, error_of, get, records, rows
+from tests.integration.server.peer import Put, act, batch_message, connect, error_of, get, method, records, rows
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,35 @@ def test_a_compressed_batch_is_stored_as_it_came(running: Running, channel: grpc
         put.send(data)
         assert put.outcome() == {"offset": 0}
     assert [row[1] for row in rows(channel, topic="t", positions=[[0, 0]])] == list(range(1000))
+
+
+def test_a_part_of_a_compressed_batch_is_readable_though_it_is_longer_than_a_message(running: Running) -> None:
+    """A batch of 105 MB, which has a few kB compressed. Two of its three rows have 70 MB."""
+    topic = running.hub.topic("t").log
+    topic.append([Append.encoded(0, records(3, 35 << 20), codec="zstd")])
+    (whole,) = topic.read(0, 0)
+    with pxrs.open(f"pxrs://{running.address}") as hub:
+        (found,) = hub.topic("t").log.read(0, 1)
+        assert found.records.equals(whole.within(1).records)
+        (found,) = hub.topic("t").batches(0, 0, 2)
+        assert found.records.equals(whole.within(0, 2).records)
+
+
+def test_a_message_of_many_fields_is_refused_before_all_of_them_are_read(channel: grpc.Channel) -> None:
+    """The event loop would stand still meanwhile: for 16 s with the longest message of gRPC."""
+    error = refusal(channel, b"\x08\x00" * 2_000)
+    assert isinstance(error, InvalidArgument)
+    assert "fields" in str(error)
+
+
+def test_a_schema_that_is_too_long_is_refused_before_it_is_read(channel: grpc.Channel) -> None:
+    schema = pa.schema([pa.field(str(number), pa.int8()) for number in range(5_000)])
+    header, _ = flight.ipc_message(schema.serialize())
+    first = flight.flight_data(flight.FlightData(header, command=b'{"topic":"t"}'))
+    call = channel.stream_stream(method("DoPut"))(iter([first]), timeout=30)
+    with pytest.raises(grpc.RpcError) as failed:
+        next(call)
+    assert "65,536 bytes" in str(error_of(failed.value))
 
 
 @pytest.mark.parametrize("codec", CODECS[1:])

@@ -123,7 +123,10 @@ class ControlStream:
                 timer.cancel()
 
     def _take_hello(self, data: bytes) -> None:
-        found = wire.loads(flight.read_flight_data(data).app_metadata)["hello"]
+        first = wire.loads(flight.read_flight_data(data).app_metadata)
+        if "goodbye" in first:
+            raise Unanswered(f"{self.channel.target}: the server is stopping", was_sent=False)
+        found = first["hello"]
         theirs = found.get("wire")
         if not isinstance(theirs, int) or theirs < wire.VERSION_MIN:
             theirs = theirs if isinstance(theirs, int) else 0

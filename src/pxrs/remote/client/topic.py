@@ -89,6 +89,8 @@ class RemoteTopic(TopicLog):
             try:
                 for batch in read_range(self._session.connection(), self.name, self.id, partition, start, until):
                     yield batch
+                    # A forked child must not read on from the stream: gRPC's thread, which fills it, is not there.
+                    self._session.connection()
                     start = batch.next_offset
             except RegistryUnavailable as error:
                 raise ReadFailed(str(error)) from error
