@@ -21,7 +21,15 @@ import pxrs
 from pxrs.hashing import xxh64
 from pxrs.hub import Hub
 from pxrs.sources import sql_table
-from pxrs.testing.accounting import Account, Worker, account, checkpoints, members, read_journals
+from pxrs.testing.accounting import (
+    Account,
+    Worker,
+    account,
+    checkpoints,
+    differences_of_timeline,
+    members,
+    read_journals,
+)
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
 EVENTS = 200 if os.environ.get("PXRS_SOAK") else 10
@@ -207,6 +215,9 @@ def test_x3_x6_x11_random_kills_stops_joins_and_leaves_leave_an_exact_account(re
         )
         chaos.end()
         chaos.check(sent, ends)
+        hub.run_upkeep()  # records the last owners, if a member was killed before it had done so
+        journals = [worker.journal for worker in chaos.workers]
+        assert differences_of_timeline(hub, "g", ids, journals) == [], chaos.tell("the timeline")
 
 
 # Somebody's table.

@@ -56,6 +56,15 @@ def owners(events: Iterable[Event]) -> dict[Place, list[Tenure]]:
     return {place: [mine[epoch] for epoch in sorted(mine)] for place, mine in found.items()}
 
 
+def last_epochs(events: Iterable[Event], known: dict[Place, int]) -> None:
+    """Note in `known` the highest epoch of each partition that the events tell of."""
+    for event in events:
+        place = _place(event) if event.name.startswith("partition.") and "past" in event.fields else None
+        epoch = event.fields.get("epoch")
+        if place is not None and type(epoch) is int:
+            known[place] = max(epoch, known.get(place, 0))
+
+
 def _place(event: Event) -> Place | None:
     group, topic, partition = (event.fields.get(name) for name in ("group", "topic_id", "partition"))
     if not isinstance(group, str) or not isinstance(topic, str) or type(partition) is not int:

@@ -22,6 +22,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,8 +30,9 @@ import pxrs
 from pxrs.clock import SYSTEM
 from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.events import GroupEvents
+from pxrs.events.timeline import Place, owners
 from pxrs.group.lane import Lane
-from pxrs.group.records import Checkpoint, Keys, Member, partition_of
+from pxrs.group.records import Checkpoint, Keys, Member, Owner, partition_of
 from pxrs.log.joined import JoinedSource
 from pxrs.log.numbering import TopicPartition
 from pxrs.model import Message
@@ -135,8 +137,8 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
             continue
         for line in path.read_text().splitlines():
             kind, *rest = line.split()
-            if len(rest) != 4:
-                continue  # cut off by the kill
+            if len(rest) != 4 or kind == "owner":
+                continue  # cut off by the kill; or for `read_owners`
             partition, epoch, offset = map(int, rest[:3])
             if kind == "assigned":
                 found[partition, epoch] = Ownership(partition, epoch, path.stem, offset, float(rest[3]))
@@ -153,6 +155,44 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
         ownership.kept = [offset for offset, _ in kept.get(place, ())]
         ownership.kept_at = [moment for _, moment in kept.get(place, ())]
     return sorted(found.values(), key=lambda each: (each.partition, each.epoch))
+
+
+def read_owners(paths: Iterable[Path]) -> dict[tuple[int, int], str]:
+    """The owners that the journals tell of: by partition and epoch, the name of the member; empty if it was nobody."""
+    found = {}
+    for path in paths:
+        for line in path.read_text().splitlines() if path.exists() else ():
+            kind, *rest = line.split()
+            if kind == "owner" and len(rest) == 4:
+                found[int(rest[0]), int(rest[1])] = rest[2].removeprefix("-")
+    return found
+
+
+def differences_of_timeline(hub: pxrs.Hub, group: str, topic_ids: Sequence[str], paths: Iterable[Path]) -> list[str]:
+    """What `_events` tells of the owners of a group's partitions that is not so, or does not tell: compared with the
+    owner keys as they are now, and with all journals. Every epoch from 1 on must be there.
+
+    topic_ids: those of the topics that the workers read, in the order in which they number the partitions."""
+    told = owners(hub.events(group=group))
+    keys = [entry for id in topic_ids for entry in hub.registry.scan(Keys(group).owners_of(id))]
+    differences, names = [], dict[tuple[int, int], str]()
+    firsts = dict(zip(topic_ids, accumulate([0, *(_count(hub, id) for id in topic_ids)]), strict=False))
+    for entry in keys:
+        (id, partition), owner = partition_of(entry.key), Owner.load(entry.key, entry.value)
+        mine = told.get(Place(group, id, partition), [])
+        if [each.epoch for each in mine] != list(range(1, owner.epoch + 1)):
+            differences.append(f"{entry.key}: epochs {[each.epoch for each in mine]}, and {owner.epoch} is the last")
+        elif (mine[-1].incarnation, mine[-1].member) != (owner.incarnation, owner.name):
+            differences.append(f"{entry.key}: {mine[-1]} is told, and {owner} is there")
+        names |= {(firsts[id] + partition, each.epoch): each.member for each in mine}
+    for place, member in read_owners(paths).items():
+        if names.get(place) != member:
+            differences.append(f"partition and epoch {place}: {names.get(place)!r} is told, and it was {member!r}")
+    return differences
+
+
+def _count(hub: pxrs.Hub, id: str) -> int:
+    return next(topic.partitions for topic in hub.topics() if topic.id == id)
 
 
 def account(
@@ -244,9 +284,13 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
         if checkpoint.by == name:  # not the start of the group, which no member has written
             note("kept", number_of(*place), checkpoint.epoch, checkpoint.offset, moment)
 
-    _tell_checkpoints(hub.registry, Keys(group), note_kept)
+    def note_owner(place: TopicPartition, owner: Owner) -> None:
+        note("owner", number_of(*place), owner.epoch, owner.name or "-", SYSTEM.now())
+
+    _tell_commits(hub.registry, Keys(group), note_kept, note_owner)
     kind = NotedTopicsConsumer if isinstance(source, JoinedSource) else NotedConsumer
-    consumer = kind(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
+    options: Any = {"name": name, "lease_ttl": float(ttl), "commit_interval": 0.1, "recorder": hub.parts.events}
+    consumer = kind(source, hub.registry, group, **options)
 
     def handle(message: Message) -> None:
         number = number_of(ids[message.topic], message.partition)
@@ -274,10 +318,13 @@ def _source(hub: pxrs.Hub, topic: str) -> pxrs.Source:
     return hub.log.topic(topic)
 
 
-def _tell_checkpoints(
-    registry: Registry, keys: Keys, tell: Callable[[TopicPartition, Checkpoint, float], None]
+def _tell_commits(
+    registry: Registry,
+    keys: Keys,
+    tell: Callable[[TopicPartition, Checkpoint, float], None],
+    tell_owner: Callable[[TopicPartition, Owner], None],
 ) -> None:
-    """Record every checkpoint that the registry accepts from now on, and when it was sent."""
+    """Record every checkpoint that the registry accepts from now on, and when it was sent; and every owner."""
     commit = registry.commit
     told: dict[str, bytes] = {}
 
@@ -289,6 +336,8 @@ def _tell_checkpoints(
             if key.startswith(keys.checkpoints) and told.get(key) != value:
                 told[key] = value
                 tell(partition_of(key), Checkpoint.load(key, value), moment)
+            if key.startswith(keys.owners):
+                tell_owner(partition_of(key), Owner.load(key, value))
         return versions
 
     setattr(registry, "commit", telling)  # noqa: B010 - for this one, and not for its class
