@@ -155,9 +155,9 @@ def save(browser: Browser, name: str) -> None:
         pass
     else:
         out = io.BytesIO()
-        Image.open(io.BytesIO(data)).convert("RGB").quantize(
-            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
-        ).save(out, "PNG", optimize=True)
+        picture = Image.open(io.BytesIO(data)).convert("RGB")
+        picture = picture.quantize(256, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
+        picture.save(out, "PNG", optimize=True)
         data = out.getvalue()
     (IMAGES / f"{name}.png").write_bytes(data)
 

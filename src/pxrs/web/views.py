@@ -47,7 +47,7 @@ def overview(observer: Observer) -> dict[str, Any]:
     damaged = [{"topic": each.name, "error": str(each.error)} for each in observer.topics.damaged]
     return {
         **status(observer),
-        "attention": [*_attention(observer, groups, found, now)][:ATTENTION_MAX],
+        "attention": sorted(_attention(observer, groups, found, now), key=lambda each: each["level"])[:ATTENTION_MAX],
         "topics": topics,
         "damaged_topics": damaged,
         "groups": groups,

@@ -33,8 +33,10 @@ def test_an_address_and_localhost_are_the_pages_own_host(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["", "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1:80:80x"]
-    + ["[::1", "[::1]x", "[::1]x:80", "127.0.0.1@evil.example", "localhost:8080/evil", "local host"],
+    [
+        *("", "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "local host"),
+        *("[::1", "[::1]x", "[::1]x:80", "127.0.0.1@evil.example", "localhost:8080/evil", "127.0.0.1:80:80x"),
+    ],
 )
 def test_a_name_that_may_be_rebound_is_not_the_pages_own_host(host: str) -> None:
     assert not is_own_host(host, frozenset())

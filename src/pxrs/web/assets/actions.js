@@ -26,10 +26,10 @@ function ask(title, content, confirm, dangerous) {
     h("div", { class: "bar" }, h("button", { type: "button", "data-cancel": true }, "Cancel"), h("button", { type: "submit", class: dangerous ? "danger" : "main", id: "confirm" }, confirm)));
   dialog.replaceChildren(form);
   return new Promise((resolve) => {
-    const end = (found) => { dialog.onclose = null; dialog.close(); resolve(found); };
+    const end = (found) => { dialog.onclose = null; dialog.close(); dialog.replaceChildren(); resolve(found); };
     form.addEventListener("submit", (event) => { event.preventDefault(); event.stopPropagation(); end(form); });
     form.querySelector("[data-cancel]").addEventListener("click", () => end(null));
-    dialog.onclose = () => resolve(null);
+    dialog.onclose = () => (dialog.open ? null : resolve(null)); // the event of an earlier dialog may arrive late
     dialog.showModal();
   });
 }
