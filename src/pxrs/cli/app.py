@@ -34,7 +34,9 @@ COMMANDS: Final = {
     "events": Lazy("pxrs.cli.events", "events", "Show what happened to a hub: joins, hand-overs, fences, pauses."),
     "audit": Lazy("pxrs.cli.events", "audit", "Show what administrators did to a hub, with who and when."),
     "web": Lazy("pxrs.cli.web", "web", "Show a hub in a browser: topics, groups, queues, streaming queries."),
-    "check": Lazy("pxrs.cli.topic", "check", "Read every byte of a log, and report all damage."),
+    "backup": Lazy("pxrs.cli.backup", "backup", "Copy a hub that is in use, consistently."),
+    "restore": Lazy("pxrs.cli.backup", "restore", "Make a hub of a backup, in an empty place."),
+    "check": Lazy("pxrs.cli.check", "check", "Read every byte of a log, report all damage, and with --repair mend it."),
     "registry": Lazy(
         "pxrs.cli.registry", "app", "Look into a registry, print its DDL, and record which registry a hub belongs to."
     ),
