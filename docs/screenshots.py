@@ -23,7 +23,7 @@ import pxrs
 from pxrs.publishing.records import Manifest
 from pxrs.testing.browser import Browser
 from pxrs.testing.waiting import eventually
-from pxrs.web.actions import ActionToken
+from pxrs.web.access import ActionToken
 from pxrs.web.serving import WebServer
 
 IMAGES = Path(__file__).parent / "images"

@@ -19,7 +19,7 @@ import pxrs
 from pxrs.publishing.records import Manifest
 from pxrs.testing.browser import Browser, chromium
 from pxrs.testing.waiting import eventually
-from pxrs.web.actions import ActionToken
+from pxrs.web.access import ActionToken
 from pxrs.web.serving import WebServer
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine: apt-get install chromium")

@@ -173,6 +173,7 @@ _AUDIT: Final = (
     ("backup", "the hub was backed up to {target}", ("target", "topics", "messages")),
     ("restore", "the hub was restored from {origin}", ("origin", "topics", "messages")),
     ("repair", "the hub was repaired: {what}", ("what", "topic", "partition")),
+    ("act_on_page", "{what}, through the web page", ("what",)),
     ("retain", "retention of topic {topic} was applied", ("topic", "starts")),
 )
 

@@ -12,6 +12,7 @@
 | `observer` | one look at all of these for all requests of the same moment |
 | `views` | what the pages show, as JSON |
 | `actions` | what the page may change, what each change would do, and its record in the audit |
+| `access` | who may read and who may act |
 | `guard` | which requests are answered at all; the headers of every answer |
 | `routes` | the addresses of the page |
 | `serving` | the HTTP server and its limits |

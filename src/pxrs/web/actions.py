@@ -6,53 +6,21 @@ that does the work. Without permission nothing is looked up, so an answer tells 
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Final
 
-from pxrs.errors import InvalidArgument, NotPermitted
+from pxrs.errors import InvalidArgument
 from pxrs.group.positions import Offsets, To, resolve_offsets
 from pxrs.group.records import Starts
 from pxrs.hub import Hub
 from pxrs.wording import counted
 
-TOKEN_CHARACTERS_MIN: Final = 16
 IDS_MAX: Final = 1_000
 ROWS_MAX: Final = 1_000
 
 Arguments = Mapping[str, Any]
-
-
-class ActionToken:
-    """The token that whoever acts must give. It is read once, from a file of its own."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError, and InvalidArgument if the token is too short to be a secret."""
-        token = path.read_text().strip()
-        if len(token) < TOKEN_CHARACTERS_MIN or not token.isascii():
-            raise InvalidArgument(
-                f"{path} holds no token: write at least {TOKEN_CHARACTERS_MIN} ASCII characters into it, such as those "
-                "of `openssl rand -hex 32`"
-            )
-        self._token = token.encode()
-
-    def allows(self, given: str | None) -> bool:
-        """Compared in constant time."""
-        return given is not None and hmac.compare_digest(given.encode("utf-8", "replace"), self._token)
-
-    def __repr__(self) -> str:
-        return "<ActionToken>"
-
-
-def check_permission(token: ActionToken | None, given: str | None) -> None:
-    """Raise NotPermitted unless this token may act."""
-    if token is None:
-        raise NotPermitted("the page only shows: start it with --actions-token-file FILE to act through it")
-    if not token.allows(given):
-        raise NotPermitted("the token is not the one of --actions-token-file: nothing was changed")
 
 
 @dataclass(frozen=True, slots=True)

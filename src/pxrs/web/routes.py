@@ -20,10 +20,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pxrs.errors import InvalidArgument, NotPermitted, PxrsError, RegistryUnavailable
+from pxrs.errors import InvalidArgument, NotPermitted, PxrsError, RegistryUnavailable, Unauthenticated
 from pxrs.queue.states import ItemState
 from pxrs.web import browse, queues, views
-from pxrs.web.actions import ACTIONS, ActionToken, check_permission
+from pxrs.web.access import Access, ReadOnly
+from pxrs.web.actions import ACTIONS
 from pxrs.web.guard import App, Guard
 from pxrs.web.history import HOURS
 from pxrs.web.observer import Observer
@@ -42,11 +43,12 @@ TOKEN_HEADER: Final = "x-pxrs-token"
 _logger = logging.getLogger(__name__)
 
 
-def page(observer: Observer, token: ActionToken | None = None, hosts: tuple[str, ...] = ()) -> App:
+def page(observer: Observer, access: Access | None = None, hosts: tuple[str, ...] = ()) -> App:
     """The page as an ASGI application.
 
-    token: who has it may act; None: nobody may. hosts: names of the page beside addresses and localhost."""
-    routes = _Routes(observer, token)
+    access: who may read and act; None: everybody may read, nobody may act.
+    hosts:  names of the page beside addresses and localhost."""
+    routes = _Routes(observer, access or ReadOnly())
     app = Starlette(
         routes=[
             Route("/", routes.index),
@@ -69,8 +71,8 @@ def page(observer: Observer, token: ActionToken | None = None, hosts: tuple[str,
 
 
 class _Routes:
-    def __init__(self, observer: Observer, token: ActionToken | None) -> None:
-        self._observer, self._token = observer, token
+    def __init__(self, observer: Observer, access: Access) -> None:
+        self._observer, self._access = observer, access
 
     def index(self, request: Request) -> Response:
         return _asset("index.html")
@@ -80,31 +82,32 @@ class _Routes:
         return _asset(name) if name in ASSETS else _plain({"error": "there is no such file"}, 404)
 
     def session(self, request: Request) -> Response:
-        return _plain({"has_actions": self._token is not None})
+        return _plain({"has_actions": self._access.has_actions, "is_open": self._access.is_open})
 
     def overview(self, request: Request) -> Response:
-        return self._see(lambda: views.overview(self._observer))
+        return self._see(request, lambda: views.overview(self._observer))
 
     def queries(self, request: Request) -> Response:
-        return self._see(lambda: views.queries(self._observer))
+        return self._see(request, lambda: views.queries(self._observer))
 
     def topic(self, request: Request) -> Response:
-        return self._see(lambda: views.topic(self._observer, request.path_params["name"]))
+        return self._see(request, lambda: views.topic(self._observer, request.path_params["name"]))
 
     def group(self, request: Request) -> Response:
-        return self._see(lambda: views.group(self._observer, request.path_params["name"]))
+        return self._see(request, lambda: views.group(self._observer, request.path_params["name"]))
 
     def timeline(self, request: Request) -> Response:
         hours = _number(request, "hours", float, None)
         if hours is not None and not 0 < hours <= HOURS:
             raise InvalidArgument(f"hours is {hours:g}: give more than 0, up to {HOURS}")
-        return self._see(lambda: views.group_timeline(self._observer, request.path_params["name"], hours))
+        return self._see(request, lambda: views.group_timeline(self._observer, request.path_params["name"], hours))
 
     def queue(self, request: Request) -> Response:
-        return self._see(lambda: views.queue(self._observer, request.path_params["name"]))
+        return self._see(request, lambda: views.queue(self._observer, request.path_params["name"]))
 
     def messages(self, request: Request) -> Response:
         """Reads the log outside of the observer's lock: a slow disk delays this request alone."""
+        self._check_read(request)
         name = request.path_params["name"]
         handle = self._observer.hub.topic(name)
         key = request.query_params.get("key")
@@ -126,6 +129,7 @@ class _Routes:
         )
 
     def items(self, request: Request) -> Response:
+        self._check_read(request)
         names = {state.value: state for state in ItemState}
         state = names.get(request.query_params.get("state", "ready"))
         if state is None:
@@ -136,7 +140,7 @@ class _Routes:
         return _plain({"items": [views.queue_item(each) for each in listed], "is_more": len(listed) == ITEMS_MAX})
 
     async def preview(self, request: Request) -> Response:
-        check_permission(self._token, request.headers.get(TOKEN_HEADER))
+        self._access.check_act(request.headers.get(TOKEN_HEADER))
         action, given = ACTIONS.get(request.path_params["name"]), await _body(request)
         if action is None:
             return _plain({"error": "there is no such action"}, 404)
@@ -144,7 +148,7 @@ class _Routes:
         return _plain({"text": found.text, "rows": found.rows})
 
     async def act(self, request: Request) -> Response:
-        check_permission(self._token, request.headers.get(TOKEN_HEADER))
+        who = self._access.check_act(request.headers.get(TOKEN_HEADER))
         action, given = ACTIONS.get(request.path_params["name"]), await _body(request)
         if action is None:
             return _plain({"error": "there is no such action"}, 404)
@@ -152,11 +156,17 @@ class _Routes:
             raise InvalidArgument("the action was not confirmed: nothing was changed")
         done = await run_in_threadpool(action.perform, self._observer.hub, given)
         self._observer.forget()
+        if who is not None:  # the hub's own record of the action names the user of this process
+            self._observer.hub.record_audit("act_on_page", who=who, what=done)
         _logger.info("%s, through the page: %s", request.path_params["name"], done)
         return _plain({"text": done})
 
-    def _see(self, view: Callable[[], Mapping[str, Any]]) -> Response:
+    def _see(self, request: Request, view: Callable[[], Mapping[str, Any]]) -> Response:
+        self._check_read(request)
         return _plain(self._observer.see(view))
+
+    def _check_read(self, request: Request) -> None:
+        self._access.check_read(request.headers.get(TOKEN_HEADER))
 
 
 def _asset(name: str) -> Response:
@@ -206,7 +216,9 @@ def _finite(value: Any) -> Any:
 def _refused(request: Request, error: Exception) -> Response:
     if not isinstance(error, PxrsError):
         return _failed(request, error)
-    if isinstance(error, NotPermitted):
+    if isinstance(error, Unauthenticated):
+        status = 401
+    elif isinstance(error, NotPermitted):
         status = 403
     elif isinstance(error, KeyError):  # UnknownTopic, UnknownGroup, UnknownQueue
         status = 404

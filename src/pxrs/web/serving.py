@@ -10,7 +10,7 @@ import uvicorn
 
 from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
-from pxrs.web.actions import ActionToken
+from pxrs.web.access import Access
 from pxrs.web.observer import Observer
 from pxrs.web.routes import page
 
@@ -25,7 +25,7 @@ class WebServer:
     """`start` binds and serves on a thread of its own; `close` ends it, and leaves the hub open."""
 
     def __init__(
-        self, hub: Hub, listen: str = "127.0.0.1:8080", token: ActionToken | None = None, hosts: tuple[str, ...] = ()
+        self, hub: Hub, listen: str = "127.0.0.1:8080", access: Access | None = None, hosts: tuple[str, ...] = ()
     ) -> None:
         host, _, port = listen.rpartition(":")
         self.observer = Observer(hub)
@@ -33,7 +33,7 @@ class WebServer:
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                page(self.observer, token, hosts),
+                page(self.observer, access, hosts),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pxrs
-from pxrs.web.actions import ActionToken
+from pxrs.web.access import ActionToken
 from pxrs.web.serving import WebServer
 
 TOKEN = "correct-horse-battery-staple"

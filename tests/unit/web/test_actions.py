@@ -12,7 +12,8 @@ import pytest
 import pxrs
 from pxrs.errors import InvalidArgument
 from pxrs.testing.waiting import eventually
-from pxrs.web.actions import ACTIONS, ActionToken
+from pxrs.web.access import ActionToken
+from pxrs.web.actions import ACTIONS
 from pxrs.web.serving import WebServer
 from tests.unit.web.asking import TOKEN, get, post, server
 
@@ -100,7 +101,7 @@ def test_nothing_is_changed_without_the_token_or_the_confirmation(hub: pxrs.Hub,
 def test_a_page_without_a_token_only_shows(hub: pxrs.Hub) -> None:
     before = state(hub)
     with server(hub) as page:
-        assert get(page, "/api/session") == {"has_actions": False}
+        assert get(page, "/api/session") == {"has_actions": False, "is_open": True}
         for action, given in GIVEN.items():
             assert post(page, f"/api/actions/{action}", {**given, "confirmed": True}).status == 403
     assert state(hub) == before

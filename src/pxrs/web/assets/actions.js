@@ -6,16 +6,25 @@ const NAMES = { retry: "Retry", skip: "Skip", reset: "Reset", "delete-group": "D
 const DANGEROUS = new Set(["skip", "reset", "delete-group", "purge", "delete-queue", "delete-topic"]);
 let token = null; // in the memory of this page alone
 
+export const headers = () => (token ? { "X-Pxrs-Token": token } : {});
+
+// Asks for the token; false if the visitor does not give one.
+export async function askToken(text) {
+  const form = await ask("Token", h("label", null, text, h("input", { type: "password", name: "token", id: "token", required: true, autocomplete: "off" })), "Go on", false);
+  if (form) token = form.elements.token.value;
+  return form !== null;
+}
+
 // A button that begins an action; nothing if the page only shows.
 export function button(state, action, given, text) {
   if (!state.session.has_actions) return null;
   return h("button", { type: "button", "data-do": "act", "data-action": action, "data-given": JSON.stringify(given) }, text || NAMES[action]);
 }
 
-async function post(path, body) {
+async function post(path, body, state) {
   const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json", "X-Pxrs-Token": token || "" }, body: JSON.stringify(body) });
   const found = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
-  if (answer.status === 403) token = null;
+  if (answer.status === 403 && state.session.is_open) token = null;
   if (!answer.ok) throw new Error(found.error || `the server answered ${answer.status}`);
   return found;
 }
@@ -42,16 +51,12 @@ export async function begin(action, given, state, refresh) {
       given = { group: given.group, to: position(chosen), force: true };
       if (chosen.elements.topic.value) given.topic = chosen.elements.topic.value;
     }
-    if (token === null) {
-      const form = await ask("Token for actions", h("label", null, "The token in the file of --actions-token-file", h("input", { type: "password", name: "token", id: "token", required: true, autocomplete: "off" })), "Go on", false);
-      if (!form) return;
-      token = form.elements.token.value;
-    }
-    const preview = await post(`/api/actions/${action}/preview`, given);
+    if (token === null && !(await askToken("The token for actions that this page was started with"))) return;
+    const preview = await post(`/api/actions/${action}/preview`, given, state);
     const rows = preview.rows.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` }));
     const detail = rows.length ? table("What would be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows) : null;
     if (!(await ask(NAMES[action], [h("p", { id: "preview" }, preview.text), detail], NAMES[action], DANGEROUS.has(action)))) return;
-    const done = await post(`/api/actions/${action}`, { ...given, confirmed: true });
+    const done = await post(`/api/actions/${action}`, { ...given, confirmed: true }, state);
     state.told = h("p", { class: "done", role: "status", "data-key": "told" }, done.text);
     if (action.startsWith("delete-")) location.hash = "#/";
   } catch (error) {

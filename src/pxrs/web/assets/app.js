@@ -12,15 +12,21 @@ const REFRESH_MS = 1000;
 const main = document.getElementById("main");
 const status = document.getElementById("status");
 
-const state = { page: null, name: "", kind: "", data: null, local: {}, session: { has_actions: false }, told: null, failures: 0 };
+const state = { page: null, name: "", kind: "", data: null, local: {}, session: { has_actions: false, is_open: true }, told: null, failures: 0 };
 let waiting = null;
 let turn = 0;
 
 export async function get(path) {
-  const answer = await fetch(path, { headers: { Accept: "application/json" }, signal: AbortSignal.timeout(15000) });
+  const answer = await fetch(path, { headers: { Accept: "application/json", ...actions.headers() }, signal: AbortSignal.timeout(15000) });
   const found = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
-  if (!answer.ok) throw new Error(found.error || `the server answered ${answer.status}`);
+  if (!answer.ok) throw Object.assign(new Error(found.error || `the server answered ${answer.status}`), { status: answer.status });
   return found;
+}
+
+// A page that needs a token to be read asks for it, once at a time, and goes on with it.
+async function needToken(text) {
+  if (document.getElementById("dialog").open) return;
+  if (await actions.askToken(`${text}: a token of the server`)) refresh();
 }
 
 function route() {
@@ -56,6 +62,7 @@ export async function refresh() {
     if (mine !== turn) return;
     state.failures += 1;
     tell(error.message, false);
+    if (error.status === 401 || (error.status === 403 && !state.session.is_open)) { needToken(error.message); return; }
     if (!state.data) main.replaceChildren(h("p", { class: "problem" }, error.message));
   }
   waiting = setTimeout(() => (document.hidden ? null : refresh()), REFRESH_MS * Math.min(10, state.failures + 1));
@@ -93,7 +100,7 @@ window.addEventListener("hashchange", route);
 
 get("/api/session").then((found) => {
   state.session = found;
-  document.getElementById("mode").textContent = found.has_actions ? "Actions need the token that this page was started with." : "This page only shows; it was started without a token for actions.";
+  document.getElementById("mode").textContent = !found.is_open ? "This page goes by the tokens of the server." : found.has_actions ? "Actions need the token that this page was started with." : "This page only shows; it was started without a token for actions.";
   draw();
 }).catch((error) => tell(error.message, false));
 route();
