@@ -43,6 +43,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("consumer", "publishing"),
     HOME,
     ("upkeep",),
+    ("backup",),
     HUB,
     ("server",),
     ("spark",),

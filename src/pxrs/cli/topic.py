@@ -1,19 +1,18 @@
-"""`pxrs topic`, `pxrs check`: the topics of a log from the command line."""
+"""`pxrs topic`: the topics of a log from the command line."""
 
 from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from pxrs.cli.completion import TopicName
-from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub, refuse_server
-from pxrs.cli.terminal import cell, echo, error_text, facts, show, tell_error
+from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
+from pxrs.cli.terminal import cell, error_text, facts, show, tell_error
 from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
-from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic, is_internal
+from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic
 from pxrs.wording import counted, printable
 
 if TYPE_CHECKING:
@@ -208,38 +207,3 @@ def delete(
 def _count(hub: Hub, topic: Topic) -> int:
     handle = hub.topic(topic.name)
     return sum(found.end - found.start for found in handle.bounds(range(topic.partitions)).values())
-
-
-def check(directory: Annotated[str, typer.Argument(metavar="DIRECTORY")], as_json: Json = False) -> None:
-    """Read every byte of a log, and report everything that is damaged, missing or inconsistent. Exit code 1 if anything
-    is.
-
-    It changes nothing and takes no lock: run it at any time, beside producers and consumers.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from pxrs.log.directory.check import check as check_log
-
-    refuse_server(directory, "pxrs check", "a log is checked where its files are")
-    findings, messages, size = [], 0, 0
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    err = Console(stderr=True)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-        for checked in check_log(Path(directory)):
-            findings += checked.findings
-            if not is_internal(checked.topic):  # those are checked too, and not counted: the user has sent none of them
-                messages, size = messages + checked.messages, size + checked.bytes
-            bar.update(task, description=f"{checked.topic}: {counted(messages, 'message')}")
-    if as_json:
-        for finding in findings:
-            typer.echo(json.dumps(finding._asdict()))
-        typer.echo(json.dumps({"messages": messages, "bytes": size, "findings": len(findings)}))
-    else:
-        for finding in findings:
-            echo(printable(f"{finding.file} at byte {finding.position:,}: {finding.what}"))
-        totals = counted(messages, "message"), counted(size, "byte"), counted(len(findings), "finding")
-        typer.echo(", ".join(totals))
-    if findings:
-        raise typer.Exit(1)

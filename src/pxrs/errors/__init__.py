@@ -8,11 +8,12 @@ pickling, and the wire as a plain dictionary (`pxrs.errors.wire`), with its text
 cause. Of an error with a code that this version does not know, the receiver gets the nearest base that it knows.
 
 By subject: `general.py` (the base; arguments, closing, permissions), `registry.py`, `log.py`, `group.py`, `queue.py`,
-`spark.py`, `remote.py`. Import them from here.
+`spark.py`, `remote.py`, `backup.py`. Import them from here.
 """
 
 from __future__ import annotations
 
+from pxrs.errors.backup import BackupDamaged, BackupError, BackupIncomplete, RestoreRefused
 from pxrs.errors.general import (
     Closed,
     InvalidArgument,
@@ -128,6 +129,9 @@ __all__ = [
     "AppendUnknown",
     "AssignorFailed",
     "AssignorMismatch",
+    "BackupDamaged",
+    "BackupError",
+    "BackupIncomplete",
     "BatchRefused",
     "BufferFull",
     "CheckpointOutOfRange",
@@ -188,6 +192,7 @@ __all__ = [
     "RegistryUnavailable",
     "RemoteCause",
     "RemoteError",
+    "RestoreRefused",
     "RetentionPostponed",
     "SchemaMissing",
     "SequenceGap",

@@ -33,7 +33,7 @@ from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, DamagedTopic, 
 from pxrs.log.outcomes import NotStored, Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming, Placement, Producers, named
 from pxrs.log.retention import credible_time
-from pxrs.model import Topic
+from pxrs.model import Topic, is_internal
 from pxrs.waiting import Callback, Subscribers, Subscription
 
 
@@ -255,14 +255,14 @@ class MemoryLog(Log):
         self._check_usable()
         with self._lock:
             if name not in self._topics:
-                raise UnknownTopic(name, sorted(self._topics))
+                raise UnknownTopic(name, sorted(each for each in self._topics if not is_internal(each)))
             return self._topics[name]
 
     def delete_topic(self, name: str) -> str:
         self._check_usable()
         with self._lock:
             if name not in self._topics:
-                raise UnknownTopic(name, sorted(self._topics))
+                raise UnknownTopic(name, sorted(each for each in self._topics if not is_internal(each)))
             gone = self._topics.pop(name)
         gone._wake(is_deleted=True)
         return gone.id

@@ -41,7 +41,7 @@ from pxrs.log.directory.opened_directory import OpenedDirectory
 from pxrs.log.directory.tailing import Tailer
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.directory.topic_names import TopicNames, sync_names
-from pxrs.model import STORED_TOPIC_NAME, Topic
+from pxrs.model import STORED_TOPIC_NAME, Topic, is_internal
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class DirectoryLog(Log):
         with self._os_errors():
             found = look_up(self._names.links, name) if STORED_TOPIC_NAME.fullmatch(name) else None
         if found is None:
-            raise UnknownTopic(name, [topic.name for topic in self.topics()])
+            raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
         if isinstance(found, DamagedTopic):
             raise found.error
         return self._opened(found)
@@ -161,7 +161,7 @@ class DirectoryLog(Log):
         with self._os_errors():
             found = look_up(self._names.links, name) if STORED_TOPIC_NAME.fullmatch(name) else None
             if found is None:
-                raise UnknownTopic(name, [topic.name for topic in self.topics()])
+                raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
             try:
                 identity = self._names.release(name)
             except FileNotFoundError:  # another process has done it

@@ -52,6 +52,8 @@ class Reader:
         self._mapped: OrderedDict[int, Sealed] = OrderedDict()
         self._last_times: dict[int, int] = {}
         self._seen = _Seen(-1)
+        self._met_damage_with: tuple[tuple[int, ...], int] | None = None
+        """The segments that were there, and the inode of the damaged file, when `read` last met damage."""
 
     def start(self) -> int:
         """The first offset that must be there. If the segment that holds it is missing, `read` raises the error."""
@@ -68,6 +70,32 @@ class Reader:
         return read_start(self.folder, self._place_id, is_retained=self._is_retained)
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
+        try:
+            return self._read(offset, max_bytes)
+        except DamagedFrame as damage:
+            if not self._was_repaired(damage):
+                raise
+        return self._read(offset, max_bytes)
+
+    def _was_repaired(self, damage: DamagedFrame) -> bool:
+        """Whether the files are others than when damage was last met here: then forget what is known of them. A repair
+        makes new segments, which an open reader would not look for (`repair.py`)."""
+        with contextlib.suppress(OSError), self._cache:
+            bases = segment_bases(self.folder)
+            try:
+                inode = os.stat(damage.file).st_ino
+            except FileNotFoundError:
+                inode = 0
+            if (seen := (tuple(bases), inode)) != self._met_damage_with:
+                self._met_damage_with = seen
+                self._bases = bases
+                self._mapped.clear()
+                self._last_times.clear()
+                self._seen = _Seen(-1)
+                return True
+        return False
+
+    def _read(self, offset: int, max_bytes: int) -> list[Batch]:
         try:
             published = self._published()
         except DamagedFrame:
