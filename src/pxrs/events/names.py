@@ -51,6 +51,7 @@ _EVENTS: Final = (
         "member.stuck",
         "group {group}: {member} gave up its partitions: a handler made no progress for {seconds} s",
         (*_MEMBER, "seconds"),
+        logging.WARNING,
     ),
     Kind(
         "member.failed",

@@ -199,12 +199,6 @@ class Rounds:
 
     def _give_up(self) -> None:
         """A handler makes no progress: leave the group until it returns (X13)."""
-        _logger.warning(
-            "group %s, member %s: a handler has made no progress for %g s; giving up its partitions",
-            self._group,
-            self._name,
-            self._timings.progress_timeout,
-        )
         self._session.reporter.stuck(self._timings.progress_timeout)
         leave(self._session, self._ownership, self._events, may_fail=True)
         # Last: a thread that reads calls `come_back` as soon as it sees this, unless it has a message of a lost lane.

@@ -5,15 +5,17 @@ which message it began to handle, which checkpoints the registry accepted from i
 journal as it was. `account` then says whether anything was lost, out of order, or done twice beyond the last
 checkpoint. It counts messages, not offsets, which may have gaps.
 
-python -m pxrs.testing.accounting URL REGISTRY TOPIC GROUP NAME JOURNAL LEASE_TTL
+python -m pxrs.testing.accounting URL REGISTRY TOPIC GROUP NAME JOURNAL LEASE_TTL DIES
 
-TOPIC is a name, or the settings of `sql_table` as a JSON object.
+TOPIC is a name, or the settings of `sql_table` as a JSON object. DIES is the probability with which the worker kills
+itself each time that it has changed the owner of a partition, before it records the event.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ import pxrs
 from pxrs.clock import SYSTEM
 from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.events import GroupEvents
+from pxrs.events.recording import Recorder
 from pxrs.events.timeline import Place, owners
 from pxrs.group.lane import Lane
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, partition_of
@@ -41,6 +44,8 @@ from pxrs.sources import SqlTable, sql_table
 from pxrs.testing.forked import Forked
 
 HANDLING_S = 0.0005
+DIED = 77
+"""The exit code of a worker that has ended itself: see `Mortal`."""
 
 
 @dataclass
@@ -91,11 +96,13 @@ class Worker:
         name: str,
         folder: Path,
         ttl: float,
+        dies: float = 0.0,
     ) -> None:
+        """dies: how probably it kills itself after each change of an owner, before it records the event of that."""
         self.name, self.topic = name, topic
         self.journal = folder / f"{name}.journal"
         given = topic if isinstance(topic, str) else json.dumps(topic)
-        arguments = [url, registry, given, group, name, str(self.journal), str(ttl)]
+        arguments = [url, registry, given, group, name, str(self.journal), str(ttl), str(dies)]
         self.errors = folder / f"{name}.stderr"
         with self.errors.open("wb") as errors:
             self.process = Forked("pxrs.testing.accounting", arguments, stderr=errors.fileno())
@@ -249,7 +256,22 @@ def members(registry: Registry, group: str) -> set[str]:
     return {Member.load(entry.key, entry.value).name for entry in registry.scan(Keys(group).members)}
 
 
-def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str) -> None:
+class Mortal:
+    """A recorder whose process may die between a change of an owner and the event of it."""
+
+    def __init__(self, recorder: Recorder, dies: float) -> None:
+        self._recorder, self._dies = recorder, dies
+
+    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: Any) -> None:
+        if "past" in fields and random.random() < self._dies:
+            os._exit(DIED)  # as a kill does it: nothing is finished, released or flushed
+        self._recorder.record(name, on_stored, **fields)
+
+    def audit(self, action: str, /, **fields: Any) -> None:
+        self._recorder.audit(action, **fields)
+
+
+def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str, dies: str) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # first: it may come while the store is slow to open
     hub = pxrs.open(url, registry=None if registry == "-" else registry)
@@ -289,7 +311,8 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
 
     _tell_commits(hub.registry, Keys(group), note_kept, note_owner)
     kind = NotedTopicsConsumer if isinstance(source, JoinedSource) else NotedConsumer
-    options: Any = {"name": name, "lease_ttl": float(ttl), "commit_interval": 0.1, "recorder": hub.parts.events}
+    recorder = Mortal(hub.parts.events, float(dies))
+    options: Any = {"name": name, "lease_ttl": float(ttl), "commit_interval": 0.1, "recorder": recorder}
     consumer = kind(source, hub.registry, group, **options)
 
     def handle(message: Message) -> None:
