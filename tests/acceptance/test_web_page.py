@@ -170,6 +170,7 @@ def test_a_rebalance_is_on_the_timeline_within_2_s(setting: Setting) -> None:
             "[...document.querySelectorAll('#timeline rect[data-member=worker-2]')].map((bar) => bar.dataset.epoch)"
         )
         assert shown == [str(row.epoch) for row in described.partitions if row.owner_name == "worker-2"]
+        setting.browser.wait(f"({CELLS % 'Members'}).length === 2", 2.0)
         # Within 2 s also with its kind and in words, from the events.
         setting.browser.wait("document.querySelector('#timeline [data-event=\"partition.handed_over\"]')", 2.0)
         setting.browser.wait(f"({CELLS % 'Events'}).some((row) => row[2].includes('worker-2'))", 2.0)
