@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pxrs import errors, registry
     from pxrs.clock import Clock
     from pxrs.consumer.consumer import ConsumedBatch, Consumer, TopicsConsumer
+    from pxrs.events.model import Event
     from pxrs.group.admin import GroupHandle
     from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
@@ -60,6 +61,7 @@ __all__ = [
     "DeadLetters",
     "Depth",
     "Entry",
+    "Event",
     "ExponentialBackoff",
     "Fetched",
     "FixedBackoff",
@@ -133,6 +135,7 @@ _LAZY: Final = {
     "DamagedTopic": "pxrs.log.contract",
     "DeadLetters": "pxrs.queue.handle",
     "Depth": "pxrs.queue.handle",
+    "Event": "pxrs.events.model",
     "Entry": "pxrs.registry",
     "ExponentialBackoff": "pxrs.queue.policy",
     "Fetched": "pxrs.log.contract",
