@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from pxrs.cli.completion import TopicName
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, error_text, facts, show, tell_error
+from pxrs.cli.topic_changes import alter, settings_of
+from pxrs.cli.topic_copy import copy
 from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic
 from pxrs.wording import counted, printable
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from pxrs.hub import Hub
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(alter)
+app.command()(copy)
 
 
 @app.command()
@@ -154,16 +158,7 @@ def describe(name: TopicName, at: At, registry: RegistryUrl = None, as_json: Jso
         ends_problem = handle.log.ends_problem()  # before the ends are read
         ends = [(p, *found) for p, found in handle.bounds(range(topic.partitions)).items()]
         problem = handle.retention_problem()
-    settings: dict[str, Any] = {
-        "topic": topic.name,
-        "id": topic.id,
-        "partitioner": topic.partitioner,
-        "codec": topic.codec,
-        "durability": topic.durability,
-    }
-    settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
-    settings |= {"segment_bytes": topic.segment_bytes, "segment_s": topic.segment_age_s}
-    settings["keep_unread"] = topic.keep_unread
+    settings = settings_of(topic)
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
         problems = {"retention_problem": problem, "ends_problem": ends_problem}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pxrs.errors.backup import BackupDamaged, BackupError, BackupIncomplete, RestoreRefused
 from pxrs.errors.general import (
+    CannotListen,
     Closed,
     InvalidArgument,
     InvalidUrl,
@@ -51,6 +52,7 @@ from pxrs.errors.log import (
     AppendFailed,
     AppendUnknown,
     BufferFull,
+    CopyFailed,
     DamagedFrame,
     HubMoved,
     InvalidRecord,
@@ -134,6 +136,7 @@ __all__ = [
     "BackupIncomplete",
     "BatchRefused",
     "BufferFull",
+    "CannotListen",
     "CheckpointOutOfRange",
     "CheckpointsDiffer",
     "Closed",
@@ -141,6 +144,7 @@ __all__ = [
     "CommitUnknown",
     "Conflict",
     "ConsumerBusy",
+    "CopyFailed",
     "DamagedFrame",
     "DataLost",
     "DrainLimitReached",

@@ -25,6 +25,7 @@ from pxrs.errors import Conflict, RegistryCorrupt
 from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.failures import Failure
 from pxrs.queue import moves
+from pxrs.queue.counts import count_given_back
 from pxrs.queue.moves import Held
 from pxrs.queue.protocol import move_all, record_dead
 from pxrs.queue.puts import PutVersions
@@ -115,11 +116,12 @@ class Sweeping:
     def _return_items_of(self, queue: Queue, taker: str, entries: list[Entry], turn_version: int | None) -> Steps[None]:
         held, now = list(_undamaged(queue, entries)), self.wall_time()
         returned, last = moves.give_back_all(queue, held, Failure(TAKER_GONE), turn_version, self.random, now)
-        count = yield from move_all(returned, self.limits, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
-        if count:  # otherwise another sweeper was faster
+        done = yield from move_all(returned, self.limits, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
+        count_given_back(queue, returned[:done])
+        if done:  # otherwise another sweeper was faster
             items = [record.id for _, _, record in held]
             place = {"queue": queue.name, "queue_id": queue.id, "taker": taker}
-            self.recorder.record("item.returned", **place, count=count, items=items[:ITEMS_MAX])
+            self.recorder.record("item.returned", **place, count=done, items=items[:ITEMS_MAX])
             record_dead(self.recorder, queue, held, returned, Failure(TAKER_GONE))
 
     def end_delays(self, queue: Queue) -> Steps[float | None]:

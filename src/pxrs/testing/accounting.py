@@ -262,12 +262,12 @@ class Mortal:
     def __init__(self, recorder: Recorder, dies: float) -> None:
         self._recorder, self._dies = recorder, dies
 
-    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: Any) -> None:
+    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: object) -> None:
         if "past" in fields and random.random() < self._dies:
             os._exit(DIED)  # as a kill does it: nothing is finished, released or flushed
         self._recorder.record(name, on_stored, **fields)
 
-    def audit(self, action: str, /, **fields: Any) -> None:
+    def audit(self, action: str, /, **fields: object) -> None:
         self._recorder.audit(action, **fields)
 
 

@@ -41,10 +41,16 @@ class Reader:
     """A handle of this process. Threads share it."""
 
     def __init__(
-        self, folder: str, place: str, place_id: int, published: Callable[[], Published], *, is_retained: bool
+        self,
+        folder: str,
+        place: str,
+        place_id: int,
+        published: Callable[[], Published],
+        *,
+        is_retained: Callable[[], bool],
     ) -> None:
         """`place` names the partition in messages, `place_id` in files; `published` tells what may be read;
-        `is_retained`: the topic has a retention setting."""
+        `is_retained`: whether the topic has a retention setting."""
         self.folder, self.place, self._place_id, self._published = folder, place, place_id, published
         self._is_retained = is_retained
         self._cache = threading.Lock()  # guards the fields below
@@ -67,7 +73,7 @@ class Reader:
     def known_start(self) -> int | None:
         """The first offset by the file `start`; None if it is not known. Call it after the segments are listed, because
         retention writes `start` before it unlinks segments."""
-        return read_start(self.folder, self._place_id, is_retained=self._is_retained)
+        return read_start(self.folder, self._place_id, is_retained=self._is_retained())
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
         try:

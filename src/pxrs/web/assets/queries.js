@@ -13,10 +13,10 @@ export function render(state) {
       ["query", false, (row) => h("code", null, row.query)],
       ["group", false, (row) => row.groups.map((name) => [link("groups", name), " "])],
       ["reads", false, (row) => row.reads.map((topic) => [topic.is_there ? link("topics", topic.topic) : topic.topic, " "])],
-      ["writes", false, (row) => row.writes.map((topic) => [topic.is_there ? link("topics", topic.topic) : topic.topic, row.is_of_dead_letters ? pill(`${count(topic.messages)} dead letters`, topic.messages ? "bad" : "") : null, " "])],
+      ["writes", false, (row) => row.writes.map((topic) => [topic.is_there ? link("topics", topic.topic) : topic.topic, " ", row.is_of_dead_letters ? pill(`${count(topic.messages)} dead`, topic.messages ? "bad" : "") : null, " "])],
       ["batch", true, (row) => count(row.batch)], ["rows", true, (row) => count(row.batches.at(-1)?.rows)], ["state", false, (row) => pill(row.state, row.state === "published" ? "good" : "warn")],
       ["committed", true, (row) => ago(state.data.now, row.committed_at)], ["lag", true, (row) => count(row.lag)],
-      ["between batches", true, (row) => span(row.batches.at(-1)?.took_s)], ["last batches", false, (row) => bars(row.batches)],
+      ["between batches", true, (row) => span(row.batches.findLast((each) => each.took_s !== null)?.took_s)], ["last batches", false, (row) => bars(row.batches)],
     ], found.map((row) => ({ ...row, key: row.writes.map((each) => each.topic).join() + row.query })), "No query has written to a topic of this hub.")),
   ];
 }
