@@ -71,6 +71,7 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark
 	$(BIN)/python -m benchmarks.serve
+	$(BIN)/python -m benchmarks.metrics
 
 # setuptools copies what it finds in build/ into the wheel, also modules that were deleted since: it begins empty.
 wheel: $(MADE) ## Build dist/pxrs-VERSION-py3-none-any.whl

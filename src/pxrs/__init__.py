@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pxrs import errors, registry
     from pxrs.clock import Clock
     from pxrs.consumer.consumer import ConsumedBatch, Consumer, TopicsConsumer
+    from pxrs.copying.copier import Copied
     from pxrs.group.admin import GroupHandle
     from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
     from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
     from pxrs.model import Message, Topic, TopicPartition
-    from pxrs.options import ConsumerOptions, ProducerOptions, TopicsConsumerOptions
+    from pxrs.options import ConsumerOptions, ProducerOptions, QueueChanges, TopicChanges, TopicsConsumerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.receipts import Receipt, Stored, TableReceipt
     from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
@@ -56,6 +57,7 @@ __all__ = [
     "ConsumedBatch",
     "Consumer",
     "ConsumerOptions",
+    "Copied",
     "DamagedTopic",
     "DeadLetters",
     "Depth",
@@ -83,6 +85,7 @@ __all__ = [
     "Policy",
     "Producer",
     "ProducerOptions",
+    "QueueChanges",
     "QueueHandle",
     "QueueListener",
     "Receipt",
@@ -97,6 +100,7 @@ __all__ = [
     "TableReceipt",
     "Timings",
     "Topic",
+    "TopicChanges",
     "TopicHandle",
     "TopicLag",
     "TopicLog",
@@ -130,6 +134,7 @@ _LAZY: Final = {
     "ConsumedBatch": "pxrs.consumer.consumer",
     "Consumer": "pxrs.consumer.consumer",
     "ConsumerOptions": "pxrs.options",
+    "Copied": "pxrs.copying.copier",
     "DamagedTopic": "pxrs.log.contract",
     "DeadLetters": "pxrs.queue.handle",
     "Depth": "pxrs.queue.handle",
@@ -157,6 +162,7 @@ _LAZY: Final = {
     "Policy": "pxrs.queue.policy",
     "Producer": "pxrs.producer.producer",
     "ProducerOptions": "pxrs.options",
+    "QueueChanges": "pxrs.options",
     "QueueHandle": "pxrs.queue.handle",
     "QueueListener": "pxrs.queue.listener",
     "Receipt": "pxrs.producer.receipts",
@@ -176,6 +182,7 @@ _LAZY: Final = {
     "TopicLog": "pxrs.log.contract",
     "TopicPartition": "pxrs.model",
     "TopicsConsumer": "pxrs.consumer.consumer",
+    "TopicChanges": "pxrs.options",
     "TopicsConsumerOptions": "pxrs.options",
     "Transaction": "pxrs.queue.transaction",
     "UpkeepStatus": "pxrs.upkeep.janitor",

@@ -13,8 +13,8 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, Unpack, overload
 
@@ -25,6 +25,7 @@ from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.contract import DamagedTopic, Log, Source, TopicLog
 from pxrs.log.joined import JoinedSource
+from pxrs.metrics import otel
 from pxrs.model import (
     AUDIT_TOPIC,
     EVENTS_TOPIC,
@@ -52,12 +53,20 @@ RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 if TYPE_CHECKING:
     # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
     from pxrs.consumer.consumer import Consumer, TopicsConsumer
+    from pxrs.copying.copier import Copied
     from pxrs.events import Event
     from pxrs.events.model import Json
     from pxrs.events.reading import Since, Wanted
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
-    from pxrs.options import ConsumerOptions, EitherConsumerOptions, ProducerOptions, TopicsConsumerOptions
+    from pxrs.options import (
+        ConsumerOptions,
+        EitherConsumerOptions,
+        ProducerOptions,
+        QueueChanges,
+        TopicChanges,
+        TopicsConsumerOptions,
+    )
     from pxrs.producer.producer import Producer
     from pxrs.producer.sending import SendingThread
     from pxrs.queue.handle import QueueHandle
@@ -156,6 +165,7 @@ class Hub:
         self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer | TopicsConsumer] = weakref.WeakSet()
         self._janitor = Janitor(self.parts, takes_part=upkeep)
+        otel.attach()
 
     @property
     def registry(self) -> Registry:
@@ -178,7 +188,7 @@ class Hub:
         *,
         exist_ok: bool = False,
     ) -> TopicHandle:
-        """Make a topic. Its partition count and partitioner are fixed for good.
+        """Make a topic. Its partition count and partitioner are fixed for good; `alter_topic` changes the rest.
 
         partitioner: xxh64, murmur2 as Kafka's clients hash, or the name of an entry point pxrs.partitioners.
         retention:  how long a message is kept, in seconds or as a timedelta, counted from when it was stored, whatever
@@ -392,6 +402,87 @@ class Hub:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         return self.parts.belonging.adopt(topic.id for topic in self.log.topics())
 
+    def alter_topic(self, name: str, **changes: Unpack[TopicChanges]) -> TopicHandle:
+        """Change settings of a topic; those that are not given stay. They are those of `create_topic`; None for
+        `retention` or `retention_bytes` keeps everything. Partition count and partitioner are fixed: `copy_topic`
+        copies a topic into one that has others.
+
+        The change is durable when this returns. Appends of every process use it from the next one on, and retention
+        from the next round of upkeep on; clients of a server that send use another `codec` once they open the topic
+        again. `keep_unread` and `durability` count for all processes when this returns. Processes of version 0.1 go on
+        with the settings that they have read.
+
+        Raises UnknownTopic, InvalidTopic, and OutcomeUnknown if a server's reply was lost: repeat it."""
+        self.parts.check_usable()
+        _check_topic_name(name)
+        given: dict[str, Any] = dict(changes)
+        if "retention_s" in given:
+            raise InvalidTopic(f"{name}: give the time as retention=")
+        for each in ("retention", "segment_s"):
+            if given.get(each) is not None:
+                given[each] = arguments.seconds(InvalidTopic, each, given[each], 0, RETENTION_S_MAX, above=True)
+        if "keep_unread" in given:
+            arguments.flag(InvalidTopic, "keep_unread", given["keep_unread"])
+        if "retention" in given:
+            given["retention_s"] = given.pop("retention")
+        if not given:
+            raise InvalidTopic(f"{name}: no setting is given to change")
+        handle = self.alter_described(name, given)
+        self._janitor.take_part(handle.topic, sends=False)
+        return handle
+
+    def alter_described(self, name: str, changes: Mapping[str, object], *, by: str | None = None) -> TopicHandle:
+        """As `alter_topic`, with the fields of a topic's description: for a server. by: as for `delete_topic`."""
+        self.parts.check_usable()
+        self.log.check_topics()
+        return self._handle(self._topics.alter(name, changes, by=by))
+
+    def copy_topic(
+        self,
+        source: str,
+        target: str,
+        *,
+        to: Hub | None = None,
+        partitions: int | None = None,
+        start: int | datetime | None = None,
+        end: int | datetime | None = None,
+        append: bool = False,
+        on_progress: Callable[[Copied], None] | None = None,
+    ) -> Copied:
+        """Copy the messages of a topic into another one: keys, values, headers and times, each message once, in the
+        order of their keys. Returns when all that was there at the beginning is copied.
+
+        If this ends early, by an error or a kill -9, call it again: it goes on where it was. Called again later, it
+        copies what has come since. One process at a time may copy a topic into another one.
+
+        target:     created with the settings of the source if it is not there.
+        to:         the hub of the target; by default this one.
+        partitions: how many the target has; by default as many as the source. With as many, and the same partitioner,
+                    each message stays in the partition of its number.
+        start:      where the copy begins in each partition: an offset, or a time; by default at the first message.
+                    A copy that has begun goes on where it is.
+        end:        where it ends, this time: an offset, or the first message of a time; by default at the end.
+        append:     allow a new copy into a topic that has or had messages.
+        on_progress: called after each piece.
+        Raises CopyFailed, UnknownTopic, InvalidTopic, and what the log and the registry raise."""
+        from pxrs.copying.starting import copy
+
+        self.parts.check_usable()
+        _check_topic_name(source)
+        _check_topic_name(target)
+        hub = self if to is None else to
+        hub.parts.check_usable()
+        refuse_internal(target, "copied into")
+        read = self.log.topic(source)
+        written = hub._topics.open_like(read.topic, target, partitions)
+        if written.id == read.id:
+            raise InvalidTopic(f"{source} cannot be copied into itself")
+        written.check_writable()
+        hub.join_registry()
+        done = copy(read, written, hub.registry, start, end, may_add=append, on_progress=on_progress)
+        hub.record_audit("copy_topic", topic=source, topic_id=read.id, target=target, messages=done.messages)
+        return done
+
     def delete_topic(self, name: str, *, by: str | None = None) -> str:
         """Remove a topic and its messages, also one that is damaged. Returns its id. Raises UnknownTopic.
 
@@ -538,7 +629,7 @@ class Hub:
         *,
         exist_ok: bool = False,
     ) -> QueueHandle:
-        """Make a work queue. Its settings are fixed for good.
+        """Make a work queue. `fifo` is fixed for good; `alter_queue` changes the rest.
 
         policy:  how often an item may be delivered: AtLeastOnce() (the default), ConsumeTimes(k) or ConsumeOnce().
         fifo:    strictly first in, first out: one transaction at a time takes, and an item that comes back is the next.
@@ -556,6 +647,25 @@ class Hub:
         rule = AtLeastOnce() if policy is None else policy
         queue = store.catalog.create(name, rule, fifo, backoff, exist_ok=exist_ok)
         return self._keep(QueueHandle(store, queue))
+
+    def alter_queue(self, name: str, **changes: Unpack[QueueChanges]) -> QueueHandle:
+        """Change `policy` or `backoff` of a queue; what is not given stays. `fifo` is fixed.
+
+        The change is durable when this returns, and every process uses it for items that it takes a second later or
+        more. An item counts as before what was delivered of it: one that is ready is delivered once more even if the
+        new policy allows fewer deliveries than it has had, and becomes a dead letter if it is returned then.
+
+        Raises UnknownQueue, InvalidQueue, and OutcomeUnknown if the reply was lost: repeat it."""
+        from pxrs.queue.handle import QueueHandle
+
+        store = self.parts.queue_store()
+        if unknown := sorted(set(changes) - {"policy", "backoff"}):
+            raise InvalidQueue(f"{name}: {unknown[0]} cannot be changed: make another queue, and move its items there")
+        if not changes:
+            raise InvalidQueue(f"{name}: no setting is given to change")
+        altered = store.catalog.alter(name, dict(changes))
+        self.record_audit("alter_queue", queue=name, changes={each: str(value) for each, value in changes.items()})
+        return self._keep(QueueHandle(store, altered))
 
     def queue(self, name: str) -> QueueHandle:
         """A queue to put into and to look at. Raises UnknownQueue."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from types import UnionType
 from typing import NamedTuple
@@ -19,7 +20,17 @@ SEGMENT_BYTES_DEFAULT = 64 << 20
 PARTITIONERS = ("xxh64", "murmur2")
 CODECS = ("none", "lz4", "zstd")
 DURABILITIES = ("disk", "os")
-_NO_SETTINGS = ("name", "id", "extra")
+_NO_SETTINGS = ("name", "id", "extra", "revision")
+ALTERABLE = (
+    "codec",
+    "segment_bytes",
+    "retention_s",
+    "retention_bytes",
+    "durability",
+    "keep_unread",
+    "segment_s",
+)
+"""The fields of a topic that can be changed after its creation."""
 TOPIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The names that users may give to topics."""
 STORED_TOPIC_NAME = re.compile(f"_?{TOPIC_NAME.pattern}")
@@ -76,7 +87,7 @@ class TopicPartition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic as it was created. Its id is new with each creation: a later topic of the same name is another one."""
+    """A topic and its settings. Its id is new with each creation: a later topic of the same name is another one."""
 
     name: str
     id: str
@@ -97,6 +108,8 @@ class Topic:
     """
     extra: dict[str, object] = field(default_factory=dict)
     """Settings that a later version wrote and this one does not know; kept as they are."""
+    revision: int = 0
+    """How often the settings were changed since the topic was created."""
 
     def differences(self, asked: Topic) -> dict[str, tuple[object, object]]:
         """The settings in which a topic that is to be created would differ from this one, by the argument of
@@ -109,6 +122,19 @@ class Topic:
             if each.name not in _NO_SETTINGS and mine != other:
                 found["retention" if each.name == "retention_s" else each.name] = mine, other
         return found
+
+    def altered(self, changes: Mapping[str, object]) -> Topic:
+        """The topic with these fields changed, and the next revision; the topic itself if nothing changes. Raises
+        InvalidTopic if a field cannot be changed, or if a value is not possible."""
+        if fixed := sorted(set(changes) - set(ALTERABLE)):
+            if fixed[0] in ("partitions", "partitioner"):
+                raise InvalidTopic(
+                    f"{self.name}: {fixed[0]} is fixed for the topic's life; `pxrs topic copy` copies its messages "
+                    "into a topic that has another one"
+                )
+            raise InvalidTopic(f"{self.name}: {fixed[0]} cannot be changed; choose from {', '.join(ALTERABLE)}")
+        found = replace(self, **changes)  # type: ignore[arg-type]  # the constructor checks each value
+        return self if found == self else replace(found, revision=self.revision + 1)
 
     @property
     def is_retained(self) -> bool:
@@ -153,6 +179,10 @@ class Topic:
             value = getattr(self, name)
             if value is not None and not (_is_number(value, kind) and 0 < value < math.inf):
                 raise InvalidTopic(f"{self.name}: {name} is {value!r}; give more than 0, or None {default}")
+        if not isinstance(self.keep_unread, bool):
+            raise InvalidTopic(f"{self.name}: keep_unread is {self.keep_unread!r}; give True or False")
+        if not _is_number(self.revision, int) or self.revision < 0:
+            raise InvalidTopic(f"{self.name}: revision {self.revision!r} is no count of changes")
 
 
 def _is_number(value: object, kind: type | UnionType) -> bool:

@@ -17,6 +17,26 @@ from typing import Literal, TypedDict
 
 from pxrs.consumer.consumer import Callback, OnAssigned, Start
 from pxrs.model import TopicPartition
+from pxrs.queue.policy import Backoff, Policy
+
+
+class TopicChanges(TypedDict, total=False):
+    """The settings that `Hub.alter_topic` changes, as `Hub.create_topic` takes them."""
+
+    retention: float | timedelta | None
+    retention_bytes: int | None
+    segment_bytes: int
+    segment_s: float | timedelta | None
+    durability: str
+    codec: str
+    keep_unread: bool
+
+
+class QueueChanges(TypedDict, total=False):
+    """The settings that `Hub.alter_queue` changes, as `Hub.create_queue` takes them."""
+
+    policy: Policy
+    backoff: Backoff | None
 
 
 class _AnyConsumerOptions(TypedDict, total=False):

@@ -1,5 +1,5 @@
-"""The topics of an open hub: `TopicHandle`, by which one looks at a topic and reads it, and `Topics`, which creates and
-deletes them.
+"""The topics of an open hub: `TopicHandle`, by which one looks at a topic and reads it, and `Topics`, which creates,
+alters and deletes them.
 
 A topic exists once `create` has made it; asking for another name raises UnknownTopic. Creating a topic needs the
 registry only if the topic has `keep_unread`. Deleting one also removes what the registry holds of it; a failure of that
@@ -8,7 +8,9 @@ is logged, because the topic itself is gone, and the janitor tries again (`pxrs.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
@@ -17,6 +19,7 @@ import pyarrow as pa
 from pxrs import arguments
 from pxrs.errors import (
     InvalidRecord,
+    InvalidTopic,
     OffsetTrimmed,
     TopicDiffers,
     TopicExists,
@@ -47,9 +50,17 @@ class TopicHandle:
         self._parts = parts
         self.log = log
         """The topic itself, to append batches of one's own, or to read it as a member of a group."""
-        self.topic = log.topic
         self.name, self.id, self.partitions = log.name, log.id, log.partitions
-        self.has_gaps, self.keeps_unread = log.has_gaps, log.keeps_unread
+        self.has_gaps = log.has_gaps
+
+    @property
+    def topic(self) -> Topic:
+        """The settings, as this process knows them: those of the last append, or of the moment it was opened."""
+        return self.log.topic
+
+    @property
+    def keeps_unread(self) -> bool:
+        return self.log.keeps_unread
 
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
@@ -191,6 +202,33 @@ class Topics:
                 raise TopicDiffers(asked.name, differences)
             return found
 
+    def open_like(self, topic: Topic, name: str, partitions: int | None) -> TopicLog:
+        """The topic of this name; if there is none, one with the settings of `topic`. Raises InvalidTopic if it has
+        another number of partitions than is given."""
+        try:
+            found = self._parts.log.topic(name)
+        except UnknownTopic:
+            count = topic.partitions if partitions is None else partitions
+            new = replace(topic, name=name, id=uuid.uuid4().hex, partitions=count, revision=0, extra={})
+            return self.create_or_open(new)
+        if partitions not in (None, found.partitions):
+            raise InvalidTopic(f"{name} has {counted(found.partitions, 'partition')}, and not {partitions}")
+        return found
+
+    def alter(self, name: str, changes: Mapping[str, object], *, by: str | None = None) -> TopicLog:
+        """Change settings of a topic, given as fields of `Topic`. Raises UnknownTopic, InvalidTopic. by: who does it;
+        by default the user of this process."""
+        log, belonging = self._parts.log, self._parts.belonging
+        if log.is_kept_by_server:
+            return log.alter_topic(name, changes)  # which does the rest of this function there
+        before = log.topic(name).topic
+        if belonging is not None and before.altered(changes).keeps_unread:
+            belonging.begin(keeps_unread=True)
+        altered = log.alter_topic(name, changes)
+        if altered.topic.revision != before.revision:
+            self._audit("alter_topic", by, topic=name, topic_id=altered.id, changes=dict(changes))
+        return altered
+
     def names(self) -> dict[str, str]:
         """The names of all topics by their ids; of the damaged ones too, if their id is known."""
         log = self._parts.log
@@ -205,7 +243,8 @@ class Topics:
             return log.delete_topic(name)  # which does the rest of this function there
         # A damaged topic may have had `keep_unread`: its description cannot be read.
         damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
-        keeping = {topic.id: topic.name for topic in log.topics() if topic.keeps_unread} | damaged
+        # A topic whose settings were changed may have had it too.
+        keeping = {topic.id: topic.name for topic in log.topics() if topic.keeps_unread or topic.revision} | damaged
         for identity, each in keeping.items():
             if each == name:
                 deleted_topics.note(self._parts, identity)
@@ -213,6 +252,7 @@ class Topics:
         if identity in keeping:
             deleted_topics.forget(self._parts, identity)
         deleted_topics.forget_published(self._parts, identity)
+        deleted_topics.forget_copies(self._parts, identity)
         self._audit("delete_topic", by, topic=name, topic_id=identity)
         return identity
 

@@ -24,7 +24,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTS_SPARK = "pxrs.spark import session"
 """In a block that starts Spark. `test_examples.py` runs these, and `test_recipes.py` those of `spark-recipes.md`, in
 the session that they have."""
-RUN_AGAIN = ("topic create", "send", "check", "queue create", "queue put", "queue depth", "queue dead list")
+RUN_AGAIN = ("topic create", "send", "check", "queue create", "queue put", "queue depth", "queue dead list", "backup")
 """The commands that are run twice. The others wait for ever, ask, need a server, or need Spark."""
 
 
@@ -99,7 +99,7 @@ def test_commands_in_the_documents_run_twice_in_one_folder(tmp_path: Path, monke
                     patch.setattr(sys, "stdin", file)
                     assert not app(shlex.split(command), standalone_mode=False), f"{document}: {line}"
                 ran.add(command.split()[0])
-    assert ran == {"topic", "send", "check", "queue"}
+    assert ran == {"topic", "send", "check", "queue", "backup"}
 
 
 def test_the_readme_shows_the_refusal_it_talks_of(capsys: pytest.CaptureFixture[str]) -> None:

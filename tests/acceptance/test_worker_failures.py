@@ -15,7 +15,7 @@ import pytest
 import pxrs
 from pxrs import ConsumeOnce
 from pxrs.cli import worker
-from pxrs.cli.worker_process import EXIT_BAD_HANDLER, EXIT_FAILED, EXIT_FINAL, Settings
+from pxrs.cli.worker_process import EXIT_BAD_HANDLER, EXIT_CANNOT_WORK, EXIT_FAILED, Settings
 from pxrs.group.records import Keys, Member
 from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import eventually
@@ -56,7 +56,7 @@ def events(lines: str, kind: str) -> list[dict[str, Any]]:
 
 def test_people_are_shown_what_a_handler_raised_when_and_where(hub: pxrs.Hub, tmp_path: Path) -> None:
     done = run(tmp_path, "shop:reject", "--topic", "t", "--group", "g", "--until-end")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 3, done.stderr
     lines = done.stderr.splitlines()
     told = [number for number, line in enumerate(lines) if "t/0 offset 0: the handler failed, pausing" in line]
     assert len(told) == 1, done.stderr
@@ -126,7 +126,7 @@ def test_an_option_that_can_never_work_ends_the_command_at_once(
     hub: pxrs.Hub, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     done = run(tmp_path, "shop:take", "--topic", "t", "--group", "g", *arguments)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 3, done.stderr
     assert " ".join(done.stderr.split()).count(words) == 1, done.stderr
     assert "started" not in done.stderr
 
@@ -134,7 +134,7 @@ def test_an_option_that_can_never_work_ends_the_command_at_once(
 def test_a_lease_that_no_store_grants_ends_a_worker_of_a_queue_too(hub: pxrs.Hub, tmp_path: Path) -> None:
     hub.create_queue("q")
     done = run(tmp_path, "shop:reject_item", "--queue", "q", "--lease-ttl", "0.001")
-    assert (done.returncode, "lease_ttl is 0.001" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "lease_ttl is 0.001" in done.stderr) == (3, True), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_refusal_of_the_registry_ends_the_command_and_the_other_workers(
         other = Member("other", topic.id, "t", 1, host="h", **there)
         hub.registry.commit(ephemeral={Keys("g").member("m1"): other.dump()}, lease=lease)
         done = run(tmp_path, "shop:take", "--topic", "t", "--group", "g", "--processes", "2", "--json")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 3, done.stderr
     failed = events(done.stderr, "failed")
     assert failed
     assert all(words in event["text"] for event in failed)
@@ -175,7 +175,7 @@ class Trial:
     ("codes", "tried", "code"),
     [
         ([EXIT_FAILED, -signal.SIGKILL, 0], 3, 0),
-        ([EXIT_FAILED, EXIT_FINAL], 2, 1),
+        ([EXIT_FAILED, EXIT_CANNOT_WORK], 2, 3),
         ([EXIT_BAD_HANDLER], 1, 2),
         ([0], 1, 0),
     ],
@@ -192,7 +192,7 @@ def test_a_trial_is_repeated_only_for_what_may_pass(
         started.append(Trial(codes[len(started)]))
         return started[-1]
 
-    monkeypatch.setattr(supervisor, "_spawn", spawn)
+    monkeypatch.setattr(worker, "spawn", spawn)
     with supervisor._signals() as woken:
         assert supervisor._try(woken) == code
     assert len(started) == tried

@@ -285,9 +285,9 @@ GIVEN = {"on-error": "retry", "retries": "3", "start": "latest", "assignor": "ra
         ),
         ((), 2, "give --topic and --group, or --queue"),
         (("--topic", "t"), 2, "give --topic and --group, or --queue"),
-        (("--queue", "a/b"), 1, "queue name 'a/b'"),
+        (("--queue", "a/b"), 3, "queue name 'a/b'"),
         (("--queue", "jobs", "--at", "memory:"), 2, "exists in one process only"),
-        (("--queue", "jobs", "--at", "typo"), 1, "there is no directory typo"),
+        (("--queue", "jobs", "--at", "typo"), 3, "there is no directory typo"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused_by_its_name(
@@ -313,7 +313,7 @@ def test_an_option_that_means_nothing_is_refused_by_its_name(
 
 def test_an_unknown_queue_is_one_error_and_not_one_for_each_worker(shop: Shop) -> None:
     supervisor = shop.worker("shop:handle", "--processes", "3", "--queue", "nope")
-    assert supervisor.process.wait(PATIENCE_S) == 1
+    assert supervisor.process.wait(PATIENCE_S) == 3
     (event,) = supervisor.events()
     assert event["text"].startswith("no queue 'nope'")
 
@@ -322,7 +322,7 @@ def test_a_queue_that_is_deleted_ends_its_workers_for_good(shop: Shop) -> None:
     supervisor = shop.worker("shop:handle", "--processes", "2")
     eventually(lambda: len(shop.takers()) == 2, PATIENCE_S, what=supervisor.events)
     shop.hub.delete_queue("jobs")
-    assert supervisor.process.wait(PATIENCE_S) == 1
+    assert supervisor.process.wait(PATIENCE_S) == 3
     assert len(supervisor.pids()) == 2
     assert supervisor.events("died") == []
     assert all("no queue 'jobs'" in event["text"] for event in supervisor.events("failed"))

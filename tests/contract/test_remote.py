@@ -96,6 +96,7 @@ class Servers:
 @dataclass(frozen=True)
 class ServedBackend(Backend):
     servers: Any = field(default=None)
+    has_snapshots: bool = False
 
     def in_namespace(self, namespace: str) -> str:
         url: str = self.servers.url(namespace)

@@ -48,6 +48,7 @@ class RemoteBackend(Backend):
     """Each namespace is a hub of its own behind a server of its own."""
 
     hubs: ServedHubs | None = None
+    has_snapshots: bool = False
     folder: Path = Path()
 
     def in_namespace(self, namespace: str) -> str:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -193,6 +194,22 @@ def shop(java: Java) -> Iterator[Shop]:
     shop.hub.close()
 
 
+def check_monitored(running: Running) -> None:
+    """V2, V4: metrics of the queries by name, alive, and ready while all of them run."""
+    events = [json.loads(line) for line in running.told()[0].splitlines()]
+    (told,) = [event["what"] for event in events if event["event"] == "metrics"]
+    (address,) = re.findall(r"http://[\d.:]+", told)
+
+    def asked(path: str) -> str:
+        with urllib.request.urlopen(address + path, timeout=PATIENCE_S) as answer:
+            return str(answer.read(), "utf-8")
+
+    assert json.loads(asked("/readyz")) == {"ok": True, "queries": dict.fromkeys(GROUPS, "running")}
+    assert json.loads(asked("/healthz")) == {"ok": True}
+    rows = 'pxrs_spark_rows_total{query="archive"} 3.0'
+    eventually(lambda: rows in asked("/metrics"), what=lambda: asked("/metrics"))
+
+
 def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -> None:
     shop.send(order("ann", "10.50", "10:05"), order("bob", "1", "10:15"), order("ann", "2.25", "10:55"))
     shop.send(b"\xff\xfe", order("bob", '"many"', "10:15"), order("eve", "-1", "10:20"), key=b"bad")
@@ -215,12 +232,13 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
     for name in ("totals", "totals.dead-letters"):
         shutil.rmtree(shop.folder / "hub" / "pipelines" / name / "commits")
     shop.send(order("ann", "0.25", "10:59"), b"{}", order("cid", "7", "11:00"))
-    running = shop.run()
+    running = shop.run("--metrics-listen", "0")
     eventually(
         lambda: shop.lags() == dict.fromkeys(GROUPS, 0) or running.process.poll() is not None,
         PATIENCE_S,
         what=running.told,
     )
+    check_monitored(running)
     running.process.send_signal(signal.SIGTERM)
     events = running.end()
     assert "stopping" in {event["event"] for event in events}

@@ -341,11 +341,16 @@ MUTATIONS = [
         "checkpoint of another topic",
         Defects(protocol=topics.CommitsToTheFirstTopic),
         ("X5 comes to rest", "X9 stale epoch"),
+        first_seed=10,
     ),
     Mutation("owners of one topic watched", Defects(protocol=topics.WatchesTheFirstTopic), NOT_WOKEN),
     Mutation("starts of one topic pinned", Defects(protocol=topics.PinsTheFirstTopic), ("G6 start pinned",)),
     Mutation(
-        "gate of one topic written", Defects(protocol=topics.GatesTheFirstTopic), ("O10 unread is kept",), first_seed=66
+        "gate of one topic written",
+        Defects(protocol=topics.GatesTheFirstTopic),
+        ("O10 unread is kept",),
+        seeds_max=1_200,
+        first_seed=1_148,
     ),
     Mutation("owners of one topic read", Defects(protocol=topics.ReadsOwnersOfTheFirstTopic), ("X5 comes to rest",)),
     Mutation("a topic is not assigned", SOUND, ("X4 every partition owned",), patch=topics.forget_a_topic),

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 
+from pxrs.errors import RegistryError
 from pxrs.group import assign, reconcile
 from pxrs.group.checkpoints import FencedWrite
 from pxrs.group.protocol import MemberProtocol
 from pxrs.group.reconcile import Claim
-from pxrs.group.records import Member
+from pxrs.group.records import Member, ReadTopic
 from pxrs.group.snapshot import GroupState
 from pxrs.log.numbering import TopicPartition
-from pxrs.registry.steps import Steps
+from pxrs.registry.steps import Steps, Write
+
+T = TypeVar("T")
 
 
 class TakesTheFirstTopic(MemberProtocol):
@@ -74,7 +78,31 @@ class GatesTheFirstTopic(MemberProtocol):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Without effect by itself: a topic may be given `keep_unread` after a member has read its settings.
         self.keeps_unread = {self.member.topic}
+
+    def _pin(self, topic: ReadTopic) -> Steps[None]:
+        steps = super()._pin(topic)
+        if topic.id == self.member.topic:
+            yield from steps
+            return
+        operation = next(steps)
+        while True:
+            if isinstance(operation, Write):
+                operation = operation._replace(expect=_ungated(operation.expect), put=_ungated(operation.put))
+            try:
+                try:
+                    result = yield operation
+                except RegistryError as error:
+                    operation = steps.throw(error)
+                else:
+                    operation = steps.send(result)
+            except StopIteration:
+                return
+
+
+def _ungated(keys: Mapping[str, T]) -> dict[str, T]:
+    return {key: value for key, value in keys.items() if not key.startswith("topics/")}
 
 
 class ReadsOwnersOfTheFirstTopic(MemberProtocol):

@@ -28,7 +28,7 @@ from tests.unit.source_code import ROOT, SOURCE, paths, trees
 
 BASE = (
     *("errors", "model", "clock", "arguments", "wording", "disk", "dropped", "failures", "grpc_fork"),
-    *("handler", "hashing", "inotify", "limited_log", "plugins", "scheduler", "waiting"),
+    *("handler", "hashing", "inotify", "limited_log", "metrics", "plugins", "scheduler", "tracing", "waiting"),
 )
 HOME = ("hub_record", "belonging", "hub_parts")
 HUB = ("hub", "hub_sources", "topics", "options", "__init__")
@@ -40,9 +40,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("events",),
     ("group", "queue", "sources"),
     ("producer",),
-    ("consumer", "publishing"),
+    ("consumer", "publishing", "copying"),
     HOME,
     ("upkeep",),
+    ("backup",),
     HUB,
     ("server",),
     ("spark",),

@@ -14,7 +14,7 @@ MAY_PASS = {
     *("RegistryUnavailable", "StorageFull", "OutcomeUnknown", "OutcomeLost", "LeaseExpired", "Conflict"),
     *("AppendFailed", "AppendUnknown", "BufferFull", "LogBusy", "ReadFailed"),
     *("PartitionLost", "PartitionNotAssigned", "CommitUnknown", "GroupUnavailable"),
-    *("TransactionLost", "HandlerFailed", "Closed", "ServerBusy"),
+    *("TransactionLost", "HandlerFailed", "Closed", "ServerBusy", "CannotListen", "PipelineFailed"),
 }
 
 

@@ -17,7 +17,7 @@ COMMANDS: Final = {
     "send": Lazy("pxrs.cli.send", "send", "Send messages: one VALUE, or the lines of standard input."),
     "tail": Lazy("pxrs.cli.tail", "tail", "Print messages of a topic, and with -f each new one as it arrives."),
     "top": Lazy("pxrs.cli.top", "top", "Show a hub live: rates, lag, owners, what needs attention first."),
-    "topic": Lazy("pxrs.cli.topic", "app", "Create, list, describe and delete topics."),
+    "topic": Lazy("pxrs.cli.topic", "app", "Create, list, describe, change, copy and delete topics."),
     "group": Lazy("pxrs.cli.group", "app", "Show consumer groups, reset them, delete them."),
     "queue": Lazy("pxrs.cli.queue", "app", "Create work queues, put items into them, take items from them, show them."),
     "source": Lazy("pxrs.cli.source", "app", "Register tables of SQL databases, to be read as topics are."),
@@ -31,9 +31,12 @@ COMMANDS: Final = {
         "app",
         "Apply retention and remove what is no longer needed, or show which process does.",
     ),
+    "metrics": Lazy("pxrs.cli.metrics", "metrics", "Export the lag of all groups and the sizes of topics and queues."),
     "events": Lazy("pxrs.cli.events", "events", "Show what happened to a hub: joins, hand-overs, fences, pauses."),
     "audit": Lazy("pxrs.cli.events", "audit", "Show what administrators did to a hub, with who and when."),
-    "check": Lazy("pxrs.cli.topic", "check", "Read every byte of a log, and report all damage."),
+    "backup": Lazy("pxrs.cli.backup", "backup", "Copy a hub that is in use, consistently."),
+    "restore": Lazy("pxrs.cli.backup", "restore", "Make a hub of a backup, in an empty place."),
+    "check": Lazy("pxrs.cli.check", "check", "Read every byte of a log, report all damage, and with --repair mend it."),
     "registry": Lazy(
         "pxrs.cli.registry", "app", "Look into a registry, print its DDL, and record which registry a hub belongs to."
     ),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
@@ -23,9 +22,24 @@ from pxrs.cli import dead_letters
 from pxrs.cli.dead_letters import Name, print_items
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, key_in, tell_typist
 from pxrs.cli.options import ExistOk, Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
+from pxrs.cli.queue_settings import (
+    POLICY_HELP,
+    BackoffName,
+    Cap,
+    Factor,
+    First,
+    Jitter,
+    Pause,
+    PolicyName,
+    Times,
+    alter,
+    backoff_of,
+    plain_settings,
+    policy_of,
+    words,
+)
 from pxrs.cli.terminal import (
     facts,
-    seconds_field,
     show,
     tell_error,
 )
@@ -42,13 +56,12 @@ from pxrs.errors import (
 )
 from pxrs.queue.handle import Depth, QueueHandle
 from pxrs.queue.items import Item
-from pxrs.queue.policy import Backoff, Policy
-from pxrs.queue.policy import dump as plain_setting
 from pxrs.queue.records import TAKERS, taker_in, time_in
 from pxrs.queue.transaction import Transaction
 from pxrs.wording import counted, time_text
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(alter)
 app.add_typer(dead_letters.app, name="dead", help="The items that were given up: list them, retry them, remove them.")
 
 READ_BYTES: Final = 1 << 20
@@ -61,43 +74,29 @@ _LOOK_S: Final = 0.1
 _DELAYED_MAX: Final = 64
 
 
-class PolicyName(StrEnum):
-    AT_LEAST_ONCE = "at-least-once"
-    CONSUME_ONCE = "consume-once"
-    CONSUME_TIMES = "consume-times"
-
-
-class BackoffName(StrEnum):
-    FIXED = "fixed"
-    EXPONENTIAL = "exponential"
-
-
 @app.command()
 def create(
     queue: Name,
     at: MaybeAt = None,
-    policy: Annotated[PolicyName, typer.Option(help="How often an item may be delivered.")] = PolicyName.AT_LEAST_ONCE,
-    times: Annotated[int | None, typer.Option(help="With --policy consume-times: then it is a dead letter.")] = None,
+    policy: Annotated[PolicyName, typer.Option(help=POLICY_HELP)] = PolicyName.AT_LEAST_ONCE,
+    times: Times = None,
     fifo: Annotated[
         bool, typer.Option("--fifo", help="Strictly first in, first out: one transaction at a time.")
     ] = False,
     backoff: Annotated[
         BackoffName | None, typer.Option(help="How long an item waits that came back; by default not at all.")
     ] = None,
-    pause: Annotated[float | None, typer.Option(help="With --backoff fixed: seconds.")] = None,
-    first: Annotated[float | None, typer.Option(help="With --backoff exponential: seconds the first time.")] = None,
-    factor: Annotated[float | None, typer.Option(help="With --backoff exponential: so much longer each time.")] = None,
-    cap: Annotated[float | None, typer.Option(help="With --backoff exponential: never more seconds.")] = None,
-    jitter: Annotated[
-        float | None,
-        typer.Option(help="With --backoff exponential: up to this part of it shorter or longer, at random."),
-    ] = None,
+    pause: Pause = None,
+    first: First = None,
+    factor: Factor = None,
+    cap: Cap = None,
+    jitter: Jitter = None,
     exist_ok: ExistOk = False,
     registry: RegistryUrl = None,
 ) -> None:
-    """Make a work queue. Its settings are fixed for good."""
-    rule = _policy(policy, times)
-    wait = _backoff(backoff, {"pause": pause, "first": first, "factor": factor, "cap": cap, "jitter": jitter})
+    """Make a work queue. `pxrs queue alter` changes its policy and backoff later."""
+    rule = policy_of(policy, times)
+    wait = backoff_of(backoff, {"pause": pause, "first": first, "factor": factor, "cap": cap, "jitter": jitter})
     check_given(at, registry)
     with pxrs.open(at, registry) as hub:
         told = f"made queue {queue}"
@@ -134,14 +133,14 @@ def describe(queue: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_j
         handle = hub.queue(queue)
         depth = handle.depth()
     if as_json:
-        typer.echo(json.dumps({**_plain_settings(handle), **asdict(depth)}))
+        typer.echo(json.dumps({**plain_settings(handle), **asdict(depth)}))
         return
     settings: dict[str, object] = {
         "queue": handle.name,
         "id": handle.settings.id,
-        "policy": _words(handle.policy),
+        "policy": words(handle.policy),
         "order": "strictly first in, first out" if handle.is_fifo else "by priority, then by age; best effort",
-        "backoff": "none" if handle.backoff is None else _words(handle.backoff),
+        "backoff": "none" if handle.backoff is None else words(handle.backoff),
         "created": time_text(handle.settings.created),
     }
     show(facts(settings), _depth_table(depth))
@@ -256,29 +255,6 @@ def delete(queue: Name, at: MaybeAt = None, yes: Yes = False, registry: Registry
     typer.echo(f"removed queue {queue} and its {items}")
 
 
-def _policy(name: PolicyName, times: int | None) -> Policy:
-    if (name is PolicyName.CONSUME_TIMES) != (times is not None):
-        raise typer.BadParameter("--policy consume-times and --times K go together")
-    if times is not None:
-        return pxrs.ConsumeTimes(times)
-    return pxrs.ConsumeOnce() if name is PolicyName.CONSUME_ONCE else pxrs.AtLeastOnce()
-
-
-def _backoff(name: BackoffName | None, options: dict[str, float | None]) -> Backoff | None:
-    given = {option: value for option, value in options.items() if value is not None}
-    for option in given:
-        kind = BackoffName.FIXED if option == "pause" else BackoffName.EXPONENTIAL
-        if kind is not name:
-            raise typer.BadParameter(f"--{option} goes with --backoff {kind}")
-    if name is None:
-        return None
-    if name is BackoffName.EXPONENTIAL:
-        return pxrs.ExponentialBackoff(**given)
-    if not given:
-        raise typer.BadParameter("--backoff fixed needs --pause SECONDS")
-    return pxrs.FixedBackoff(**given)
-
-
 class _Putter:
     """Puts values, several in a transaction, and knows at every moment how many of them are in the queue."""
 
@@ -379,23 +355,6 @@ def _commit(tx: Transaction, question: str) -> bool:
             error.add_note(f"{question} could not be found out")
             raise
     return True
-
-
-def _plain_settings(handle: QueueHandle) -> dict[str, Any]:
-    return {
-        "queue": handle.name,
-        "id": handle.settings.id,
-        "policy": plain_setting(handle.policy),
-        "fifo": handle.is_fifo,
-        "backoff": None if handle.backoff is None else plain_setting(handle.backoff),
-        **seconds_field("created", handle.settings.created),
-    }
-
-
-def _words(setting: Policy | Backoff) -> str:
-    found = plain_setting(setting)
-    kind = found.pop("kind")
-    return f"{kind} ({', '.join(f'{key} {value:g}' for key, value in found.items())})" if found else str(kind)
 
 
 def _depths(hub: pxrs.Hub) -> Iterator[tuple[QueueHandle, Depth]]:

@@ -1,4 +1,5 @@
-"""Whether a worker that ended with an error is started again. This is decided here alone, by the class of the error.
+"""Whether a process that ended with an error is started again. This is decided here alone, by the class of the error:
+`pxrs worker` restarts its workers by it, and the exit codes of all long-running commands (`exits.py`) follow it.
 
 An error of pxrs is either an outage, or a refusal that says what to correct: an option, a name, the state of a group,
 damaged data. A refusal would be repeated for ever. So every error of pxrs is final unless MAY_PASS contains its class
@@ -11,12 +12,14 @@ from typing import Final
 
 from pxrs.errors import (
     AppendFailed,
+    CannotListen,
     Closed,
     Conflict,
     HandlerFailed,
     LeaseExpired,
     OutcomeUnknown,
     PartitionLost,
+    PipelineFailed,
     PxrsError,
     ReadFailed,
     RegistryUnavailable,
@@ -34,6 +37,8 @@ MAY_PASS: Final = (
     TransactionLost,
     HandlerFailed,
     Closed,
+    CannotListen,
+    PipelineFailed,
 )
 
 

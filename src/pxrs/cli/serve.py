@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
+from pxrs.cli.exits import exit_codes
+from pxrs.cli.monitoring import MetricsListen, monitored
 from pxrs.cli.options import RegistryUrl, is_server, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.errors import InvalidArgument, MissingDependency
 from pxrs.hub import Hub
+from pxrs.metrics.health import Beat, Readiness, Verdict
 from pxrs.server.settings import ServerLimits
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ _BYTES: Final = 1 << 20
 _DEFAULTS: Final = ServerLimits()
 
 
+@exit_codes()
 def serve(
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The hub's directory, or memory:.")],
     registry: RegistryUrl = None,
@@ -82,6 +86,7 @@ def serve(
     drain_s: Annotated[
         float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
     ] = _DEFAULTS.drain_s,
+    metrics_listen: MetricsListen = None,
     limit: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,7 +123,7 @@ def serve(
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
     with open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub:
-        asyncio.run(_run(hub, settings, is_tls=tls_cert is not None))
+        asyncio.run(_run(hub, settings, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
 
 
 def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> L:
@@ -173,7 +178,7 @@ def _credentials(cert: Path | None, key: Path | None, client_ca: Path | None) ->
     return grpc.ssl_server_credentials([pair], root, require_client_auth=client_ca is not None)
 
 
-async def _run(hub: Hub, settings: object, *, is_tls: bool) -> None:
+async def _run(hub: Hub, settings: object, *, is_tls: bool, metrics_listen: str | None) -> None:
     from pxrs.server.serving import Server, ServerSettings
 
     assert isinstance(settings, ServerSettings)
@@ -182,11 +187,25 @@ async def _run(hub: Hub, settings: object, *, is_tls: bool) -> None:
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
     server = Server(hub, settings)
-    await server.start()
-    hub.start_upkeep()
-    echo(f"serving {hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
-    await stop.wait()
-    for number in _SIGNALS:
-        loop.remove_signal_handler(number)  # a second signal ends the process at once
-    echo("stopping: no new calls; waiting for those that are under way")
-    await server.stop()
+    beat, ready = Beat("the event loop"), Readiness("the server is starting")
+    beating = loop.create_task(_beat(beat))
+    try:
+        with monitored(metrics_listen, live=beat.verdict, ready=ready.verdict, tell=echo):
+            await server.start()
+            hub.start_upkeep()
+            echo(f"serving {hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
+            ready.set(Verdict(True))
+            await stop.wait()
+            ready.set(Verdict(False, "the server is stopping"))
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)  # a second signal ends the process at once
+            echo("stopping: no new calls; waiting for those that are under way")
+            await server.stop()
+    finally:
+        beating.cancel()
+
+
+async def _beat(beat: Beat) -> None:
+    while True:
+        beat.beat()
+        await asyncio.sleep(1.0)

@@ -1,25 +1,28 @@
-"""`pxrs topic`, `pxrs check`: the topics of a log from the command line."""
+"""`pxrs topic`: the topics of a log from the command line."""
 
 from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from pxrs.cli.completion import TopicName
-from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub, refuse_server
-from pxrs.cli.terminal import cell, echo, error_text, facts, show, tell_error
+from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
+from pxrs.cli.terminal import cell, error_text, facts, show, tell_error
+from pxrs.cli.topic_changes import alter, settings_of
+from pxrs.cli.topic_copy import copy
 from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
-from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic, is_internal
+from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic
 from pxrs.wording import counted, printable
 
 if TYPE_CHECKING:
     from pxrs.hub import Hub
 
 app = typer.Typer(no_args_is_help=True)
+app.command()(alter)
+app.command()(copy)
 
 
 @app.command()
@@ -155,16 +158,7 @@ def describe(name: TopicName, at: At, registry: RegistryUrl = None, as_json: Jso
         ends_problem = handle.log.ends_problem()  # before the ends are read
         ends = [(p, *found) for p, found in handle.bounds(range(topic.partitions)).items()]
         problem = handle.retention_problem()
-    settings: dict[str, Any] = {
-        "topic": topic.name,
-        "id": topic.id,
-        "partitioner": topic.partitioner,
-        "codec": topic.codec,
-        "durability": topic.durability,
-    }
-    settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
-    settings |= {"segment_bytes": topic.segment_bytes, "segment_s": topic.segment_age_s}
-    settings["keep_unread"] = topic.keep_unread
+    settings = settings_of(topic)
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
         problems = {"retention_problem": problem, "ends_problem": ends_problem}
@@ -208,38 +202,3 @@ def delete(
 def _count(hub: Hub, topic: Topic) -> int:
     handle = hub.topic(topic.name)
     return sum(found.end - found.start for found in handle.bounds(range(topic.partitions)).values())
-
-
-def check(directory: Annotated[str, typer.Argument(metavar="DIRECTORY")], as_json: Json = False) -> None:
-    """Read every byte of a log, and report everything that is damaged, missing or inconsistent. Exit code 1 if anything
-    is.
-
-    It changes nothing and takes no lock: run it at any time, beside producers and consumers.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from pxrs.log.directory.check import check as check_log
-
-    refuse_server(directory, "pxrs check", "a log is checked where its files are")
-    findings, messages, size = [], 0, 0
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    err = Console(stderr=True)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-        for checked in check_log(Path(directory)):
-            findings += checked.findings
-            if not is_internal(checked.topic):  # those are checked too, and not counted: the user has sent none of them
-                messages, size = messages + checked.messages, size + checked.bytes
-            bar.update(task, description=f"{checked.topic}: {counted(messages, 'message')}")
-    if as_json:
-        for finding in findings:
-            typer.echo(json.dumps(finding._asdict()))
-        typer.echo(json.dumps({"messages": messages, "bytes": size, "findings": len(findings)}))
-    else:
-        for finding in findings:
-            echo(printable(f"{finding.file} at byte {finding.position:,}: {finding.what}"))
-        totals = counted(messages, "message"), counted(size, "byte"), counted(len(findings), "finding")
-        typer.echo(", ".join(totals))
-    if findings:
-        raise typer.Exit(1)

@@ -9,9 +9,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from pxrs.cli.exits import exit_codes
+from pxrs.cli.monitoring import MetricsListen, monitored
 from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.hub import Hub
+from pxrs.metrics.health import Beat, Readiness, Verdict
 from pxrs.upkeep.janitor import UpkeepStatus
 from pxrs.upkeep.records import RoundReport
 from pxrs.wording import counted, microseconds, printable, rfc3339
@@ -23,11 +26,13 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 @app.callback(invoke_without_command=True)
+@exit_codes()
 def run(
     context: typer.Context,
     at: MaybeAt = None,
     registry: RegistryUrl = None,
     once: Annotated[bool, typer.Option("--once", help="Do one round now, whoever is the janitor, and end.")] = False,
+    metrics_listen: MetricsListen = None,
     as_json: Json = False,
 ) -> None:
     """Do the upkeep of a hub until Ctrl-C or SIGTERM: retention, and removing what deleted topics and queries have
@@ -51,7 +56,7 @@ def run(
             if report.errors:
                 raise typer.Exit(1)
             return
-        _serve(hub, as_json)
+        _serve(hub, as_json, metrics_listen)
 
 
 @app.command()
@@ -73,28 +78,48 @@ def status(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
         echo(printable(f"failed      {subject}: {error}"))
 
 
-def _serve(hub: Hub, as_json: bool) -> None:
-    """Print each change of the role, and each round that removed something or failed, until a signal comes."""
+def _serve(hub: Hub, as_json: bool, metrics_listen: str | None) -> None:
+    """Run until a signal comes."""
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
+    beat, ready = Beat("the loop of the command"), Readiness("no janitor is known yet")
+
+    def tell(text: str) -> None:
+        echo(json.dumps({"metrics": text}) if as_json else text)
+
     try:
-        hub.start_upkeep()
-        shown: tuple[str, str] | None = None
-        told: RoundReport | None = None
-        is_over = False
-        while not is_over:
-            is_over = stop.wait(_LOOK_S)
-            found = hub.upkeep()
-            if (found.role, found.janitor) != shown and found.role != "idle":
-                shown = found.role, found.janitor
-                echo(json.dumps(_plain(found)) if as_json else _role_text(found))
-            last = found.last_round
-            if found.role != "candidate" and last is not None and last != told and (last.removed or last.errors):
-                told = last
-                _print_round(last, as_json)
+        with monitored(metrics_listen, live=beat.verdict, ready=ready.verdict, tell=tell):
+            _follow(hub, as_json, stop, beat, ready)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _follow(hub: Hub, as_json: bool, stop: threading.Event, beat: Beat, ready: Readiness) -> None:
+    """Print each change of the role, and each round that removed something or failed."""
+    hub.start_upkeep()
+    shown: tuple[str, str] | None = None
+    told: RoundReport | None = None
+    is_over = False
+    while not is_over:
+        is_over = stop.wait(_LOOK_S)
+        found = hub.upkeep()
+        beat.beat()
+        ready.set(_readiness(found))
+        if (found.role, found.janitor) != shown and found.role != "idle":
+            shown = found.role, found.janitor
+            echo(json.dumps(_plain(found)) if as_json else _role_text(found))
+        last = found.last_round
+        if found.role != "candidate" and last is not None and last != told and (last.removed or last.errors):
+            told = last
+            _print_round(last, as_json)
+
+
+def _readiness(found: UpkeepStatus) -> Verdict:
+    """Ready if this process does the upkeep, as far as it may, or another one that is alive."""
+    is_done = found.role in ("elected", "sole", "apart") or (found.role == "candidate" and bool(found.janitor))
+    reason = "" if is_done else f"its role is {found.role}{f': {found.reason}' if found.reason else ''}"
+    return Verdict(is_done, reason, {"role": found.role, "janitor": found.janitor or None})
 
 
 def _role_text(found: UpkeepStatus) -> str:

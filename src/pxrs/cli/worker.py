@@ -8,7 +8,7 @@ What happens on failure:
 | what fails                                 | what the supervisor does, and with which exit code it ends             |
 |--------------------------------------------|------------------------------------------------------------------------|
 | the handler cannot be imported             | a trial process reports it before any worker is started; 2             |
-| an option, a topic, a queue or the         | shows the reason and stops the other workers as by SIGTERM; 1.         |
+| an option, a topic, a queue or the         | shows the reason and stops the other workers as by SIGTERM; 3.         |
 | registry can never work as it is given     | `restarts.py` decides by the class of the error                        |
 | the registry cannot be reached, a worker   | starts it again, after pauses that double until the worker has run for |
 | or the trial process dies or cannot be     | `STABLE_S`. Meanwhile its partitions go to other members, and its      |
@@ -18,9 +18,9 @@ What happens on failure:
 | a handler hangs                            | nothing: after `--progress-timeout` other members get the partitions;  |
 |                                            | after as long again the worker ends itself, and is started again. A    |
 |                                            | queue item stays with its worker for as long as that runs              |
-| with `--until-end`, a failed message has   | the worker ends when the other partitions are read, and says so; 1     |
+| with `--until-end`, a failed message has   | the worker ends when the other partitions are read, and says so; 3     |
 | paused its partition                       |                                                                        |
-| the queue is deleted                       | the workers end, and say so; 1                                         |
+| the queue is deleted                       | the workers end, and say so; 3                                         |
 | SIGTERM or SIGINT arrives                  | passes it on; 0. A worker finishes the messages in hand, writes        |
 |                                            | checkpoints, releases its partitions and takes nothing more. One that  |
 |                                            | is not done after `--grace` is killed, and its messages in hand are    |
@@ -30,27 +30,28 @@ What happens on failure:
 
 from __future__ import annotations
 
+import functools
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
 
 from pxrs.address import parse
+from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL, exit_codes
+from pxrs.cli.monitoring import MetricsListen, monitored
 from pxrs.cli.options import open_hub
+from pxrs.cli.supervised import RESTART_S, Monitor, Slot, ending, kill, spawn
 from pxrs.cli.worker_process import (
     EXIT_BAD_HANDLER,
-    EXIT_FINAL,
-    EXIT_NO_QUEUE,
-    EXIT_PAUSED,
+    EXIT_CANNOT_WORK,
+    FINAL,
     STOPS,
     Settings,
     tell,
@@ -58,12 +59,12 @@ from pxrs.cli.worker_process import (
 from pxrs.group.assign import assignor_named
 from pxrs.group.records import Keys
 from pxrs.group.timings import Timings
+from pxrs.metrics.instruments import WORKER_RESTARTS
+from pxrs.metrics.reports import Reports
 from pxrs.queue.records import check_name
 from pxrs.wording import counted
 
 PROCESSES_MAX: Final = 1_000
-RESTART_S: Final = (0.2, 30.0)
-"""The first pause before a restart, and the longest. Each pause is twice the one before."""
 STABLE_S: Final = 10.0
 """A worker that has run for so many seconds is started again after the first pause."""
 GRACE_S_DEFAULT: Final = 30.0
@@ -88,6 +89,7 @@ class Start(StrEnum):
 
 
 # Over the limit: Typer makes the options and their help from the signature, which is most of the function.
+@exit_codes()
 def worker(
     context: typer.Context,
     handler: Annotated[
@@ -144,15 +146,16 @@ def worker(
     grace: Annotated[
         float, typer.Option(min=0.0, help="Seconds to finish what is in hand, when stopped.")
     ] = GRACE_S_DEFAULT,
+    metrics_listen: MetricsListen = None,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
 ) -> None:
     """Handle a group's messages, or the items of a queue, in several processes, until SIGTERM or Ctrl-C; a second
     Ctrl-C does not wait.
 
     A process that dies is started again. Events are shown on standard error, each with its time in UTC, and what the
-    handler raises with its traceback. Exit code: 0 after a graceful end, 1 if a worker had to be killed, left a
-    partition paused at the end or can never work as it is set up, or if the queue was deleted, 2 if the handler cannot
-    be imported.
+    handler raises with its traceback. Exit code: 0 after a graceful end, 1 if a worker had to be killed, 2 if the
+    handler cannot be imported, 3 if another start cannot help: a worker can never work as it is set up, has left a
+    partition paused at the end, or its queue was deleted.
     """
     seconds = {
         "lease_ttl": lease_ttl,
@@ -172,7 +175,11 @@ def worker(
         check_name(queue)
         with open_hub(at, registry):
             pass  # a wrong path is reported here; neither the log nor the registry is called
-        _supervise(Settings(handler, [], None, at, registry, threads, grace, given, as_json, queue=queue), processes)
+        _supervise(
+            Settings(handler, [], None, at, registry, threads, grace, given, as_json, queue=queue),
+            processes,
+            metrics_listen,
+        )
         return
     if not topic or group is None:
         raise typer.BadParameter("give --topic and --group, or --queue")
@@ -197,7 +204,9 @@ def worker(
         options["dead_letters"] = dead_letters
     if until_end:
         options["until"] = "end"
-    _supervise(Settings(handler, topic, group, at, registry, threads, grace, options, as_json), processes)
+    _supervise(
+        Settings(handler, topic, group, at, registry, threads, grace, options, as_json), processes, metrics_listen
+    )
 
 
 def _refuse_with_queue(context: typer.Context) -> None:
@@ -208,38 +217,37 @@ def _refuse_with_queue(context: typer.Context) -> None:
             raise typer.BadParameter(f"{option} is for topics and their groups: leave it out with --queue")
 
 
-def _supervise(settings: Settings, processes: int) -> None:
-    code = Supervisor(settings, processes).run()
+def _supervise(settings: Settings, processes: int, metrics_listen: str | None) -> None:
+    if metrics_listen is None:
+        code = Supervisor(settings, processes).run()
+    else:
+        with closing(Reports()) as reports:
+            supervisor = Supervisor(settings, processes, reports)
+            monitor = supervisor.monitor(reports)
+            told = functools.partial(tell, settings.as_json, "metrics")
+            with monitored(metrics_listen, live=monitor.live, ready=monitor.ready, tell=told, read=monitor.parts):
+                code = supervisor.run()
     if code:
         raise typer.Exit(code)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """One of the N workers: its process, or when the next process is to be started."""
-
-    number: int
-    process: subprocess.Popen[bytes] | None = None
-    """None while no process of this worker runs."""
-    started_at: float = 0.0
-    pause_s: float = RESTART_S[0]
-    """The pause before the next restart."""
-    restart_at: float | None = 0.0
-    """When to start a process; None while one runs, and when none is to be started any more."""
 
 
 class Supervisor:
     """Starts the workers, restarts those that die, and ends when all have ended. Times are of the monotonic clock."""
 
-    def __init__(self, settings: Settings, processes: int) -> None:
-        self._settings = settings
-        self._slots = [_Slot(number) for number in range(1, processes + 1)]
+    def __init__(self, settings: Settings, processes: int, reports: Reports | None = None) -> None:
+        """reports: where what the workers report for `--metrics-listen` goes."""
+        self._settings, self._reports = settings, reports
+        self._slots = [Slot(number) for number in range(1, processes + 1)]
         self._kill_at: float | None = None
         """When the workers that still run are killed; set when the supervisor begins to stop."""
-        self._has_failed = False
-        """A worker was killed, or has ended for good with another exit code than 0."""
+        self._code = 0
+        """The exit code: raised when a worker was killed, or has ended for good with another exit code than 0."""
         self._received: list[int] = []
         """Signals that the signal handler has noted, and `_wait` has not acted upon yet."""
+
+    def monitor(self, reports: Reports) -> Monitor:
+        """Metrics and health of these workers, which report there."""
+        return Monitor(self._slots, reports)
 
     def run(self) -> int:
         """Run until all workers have ended; the exit code."""
@@ -253,8 +261,8 @@ class Supervisor:
                     self._reap()
             finally:
                 for slot in self._running():
-                    _kill(slot.process)  # reached only if the supervisor itself has failed
-        code = int(self._has_failed)
+                    kill(slot.process)  # reached only if the supervisor itself has failed
+        code = self._code
         self._tell("stopped", f"all workers have ended{', not all of them gracefully' if code else ''}", code=code)
         return code
 
@@ -266,20 +274,20 @@ class Supervisor:
         pause_s = RESTART_S[0]
         while True:
             try:
-                process = self._spawn(replace(self._settings, is_trial=True))
+                process = spawn(replace(self._settings, is_trial=True))
             except OSError as error:  # the system has too many processes, or too little memory
                 how = f"cannot be started: {error}"
             else:
                 while process.poll() is None:
                     self._wait(woken, None)
                     if self._kill_at is not None:
-                        _kill(process)
+                        kill(process)
                         return 0
                 if process.returncode in (0, EXIT_BAD_HANDLER):
                     return process.returncode
-                if process.returncode == EXIT_FINAL:
-                    return 1
-                how = _ending(process.returncode)
+                if process.returncode in FINAL:
+                    return EXIT_FINAL
+                how = ending(process.returncode)
             text = f"the trial process {how}; starting it again in {pause_s:g} s"
             self._tell("not-started", text, restart_s=pause_s)
             until = time.monotonic() + pause_s
@@ -288,21 +296,6 @@ class Supervisor:
                 if self._kill_at is not None:
                     return 0
             pause_s = min(2 * pause_s, RESTART_S[1])
-
-    def _spawn(self, settings: Settings) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-c", "from pxrs.cli.worker_process import main; main()"]
-        # Ctrl-C in a terminal reaches the worker too, which can act on it only once its signal handlers are set: it is
-        # started with these signals blocked, and unblocks them then.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died already; `_reap` finds that
-            process.stdin.write(settings.dump())
-            process.stdin.flush()
-        return process
 
     def _start_due(self) -> bool:
         """Start the workers whose `restart_at` has passed; whether any is still to be started."""
@@ -315,9 +308,9 @@ class Supervisor:
                 self._start(slot)
         return any(slot.restart_at is not None for slot in self._slots)
 
-    def _start(self, slot: _Slot) -> None:
+    def _start(self, slot: Slot) -> None:
         try:
-            slot.process = self._spawn(replace(self._settings, number=slot.number))
+            slot.process = spawn(replace(self._settings, number=slot.number), self._reports)
         except OSError as error:  # too many processes, or too little memory: the other workers are not affected
             pause_s = self._put_off(slot, slot.pause_s)
             text = f"worker {slot.number} cannot be started: {error}; trying again in {pause_s:g} s"
@@ -326,13 +319,13 @@ class Supervisor:
         slot.started_at, slot.restart_at = time.monotonic(), None
         self._tell_of(slot, "started", "started")
 
-    def _put_off(self, slot: _Slot, pause_s: float) -> float:
+    def _put_off(self, slot: Slot, pause_s: float) -> float:
         """Have the worker started after this pause, and double the next one. Returns the pause."""
         slot.pause_s = min(2 * pause_s, RESTART_S[1])
         slot.restart_at = time.monotonic() + pause_s
         return pause_s
 
-    def _running(self) -> list[_Slot]:
+    def _running(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.process is not None]
 
     def _next_moment(self) -> float | None:
@@ -352,9 +345,9 @@ class Supervisor:
             self._act_on(self._received.pop(0))
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             for slot in self._running():
-                self._has_failed = True
+                self._code = max(self._code, EXIT_FAILED)
                 self._tell_of(slot, "killed", "is not done in time; killing it")
-                _kill(slot.process)
+                kill(slot.process)
 
     def _act_on(self, number: int) -> None:
         """Pass a signal on to the workers; the first one begins the stop, a second SIGINT ends the grace."""
@@ -383,17 +376,18 @@ class Supervisor:
             if process.stdin is not None:
                 with suppress(BrokenPipeError):  # it has died before it read its settings
                     process.stdin.close()
-            how = _ending(code)
+            how = ending(code)
             ran_s = time.monotonic() - slot.started_at
-            is_over = code in (0, EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_FINAL) or self._kill_at is not None
+            is_over = code == 0 or code in FINAL or self._kill_at is not None
             if is_over:
-                self._has_failed = self._has_failed or code != 0
+                self._code = max(self._code, EXIT_FINAL if code in FINAL else EXIT_FAILED if code else 0)
                 self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)
             else:
                 pause_s = self._put_off(slot, RESTART_S[0] if ran_s >= STABLE_S else slot.pause_s)
+                WORKER_RESTARTS.of(str(slot.number)).add()
                 self._tell_of(slot, "died", f"{how}; starting it again in {pause_s:g} s", code=code, restart_s=pause_s)
             slot.process = None
-            if code == EXIT_FINAL and self._kill_at is None:
+            if code == EXIT_CANNOT_WORK and self._kill_at is None:
                 self._begin_stopping(f"worker {slot.number} cannot work as it is set up")
                 for other in self._running():
                     assert other.process is not None
@@ -402,7 +396,7 @@ class Supervisor:
     def _tell(self, event: str, text: str, **fields: Any) -> None:
         tell(self._settings.as_json, event, text, **fields)
 
-    def _tell_of(self, slot: _Slot, event: str, what: str, **fields: Any) -> None:
+    def _tell_of(self, slot: Slot, event: str, what: str, **fields: Any) -> None:
         assert slot.process is not None
         pid = slot.process.pid
         self._tell(event, f"worker {slot.number} (pid {pid}) {what}", worker=slot.number, pid=pid, **fields)
@@ -427,20 +421,3 @@ class Supervisor:
 
     def _note(self, number: int, frame: object) -> None:
         self._received.append(number)
-
-
-def _kill(process: subprocess.Popen[bytes] | None) -> None:
-    if process is not None and process.poll() is None:
-        process.kill()
-        process.wait()
-
-
-def _ending(code: int) -> str:
-    return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -35,6 +35,7 @@ from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
 from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 from pxrs.log.joined import JoinedSource
+from pxrs.metrics.reports import report_for_ever
 from pxrs.wording import printable, time_text
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ EXIT_PAUSED: Final = 75
 """Exit code: every partition was read up to its end, except those that are paused. A restart would not help."""
 EXIT_NO_QUEUE: Final = 76
 """Exit code: the queue of this worker was deleted. A restart would not help."""
-EXIT_FINAL: Final = 77
+EXIT_CANNOT_WORK: Final = 77
 """Exit code: a new process would fail in the same way (`restarts.py`), so the command ends."""
+FINAL: Final = (EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_CANNOT_WORK)
+"""The exit codes after which a worker is not started again."""
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 """Signals that the supervisor blocks when it starts a worker; the worker unblocks them once its handlers are set."""
 _LOOK_S: Final = 1.0
@@ -75,6 +78,8 @@ class Settings:
     """Only check that the handler can be imported, and that the registry and the topic or queue can be opened."""
     queue: str | None = None
     """The queue, in place of topic and group."""
+    report_to: int | None = None
+    """The descriptor of a pipe for reports of metrics and health; None if the supervisor exports none."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -142,6 +147,10 @@ class Process:
         self._listen()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         threading.Thread(target=self._watch, name="pxrs-worker-watch", daemon=True).start()
+        if settings.report_to is not None:
+            os.set_inheritable(settings.report_to, False)
+            report = (settings.report_to, self._state)
+            threading.Thread(target=report_for_ever, args=report, name="pxrs-worker-report", daemon=True).start()
         handler = load_handler(settings.handler, OF_A_MESSAGE if settings.queue is None else OF_AN_ITEM)
         self._listen()  # the module of the handler may have set its own handlers of these signals
         if not logging.getLogger().handlers:
@@ -158,6 +167,15 @@ class Process:
                 if not self._is_stopping:
                     self._listener.run()
         self._finished.set()
+
+    def _state(self) -> dict[str, str]:
+        """The state that /readyz of the supervisor shows."""
+        if self._is_stopping:
+            return {"state": "stopping"}
+        consumer = self._consumer
+        if consumer is None:
+            return {"state": "starting" if self._listener is None else "ready"}
+        return {"state": "away" if consumer.is_away else "ready"}
 
     def _consume(self, hub: pxrs.Hub, handler: Any) -> None:
         settings = self._settings
@@ -305,7 +323,7 @@ def main() -> None:
         if isinstance(error, PxrsError):
             _fail(settings, who, error)
         tell(settings.as_json, "bad-handler", f"{who}{error}", **_me(settings))
-        sys.exit(EXIT_BAD_HANDLER if settings.is_trial else EXIT_FINAL)
+        sys.exit(EXIT_BAD_HANDLER if settings.is_trial else EXIT_CANNOT_WORK)
     except UnknownQueue as error:
         is_over = error.queue == settings.queue and not settings.is_trial
         _fail(settings, who, error, EXIT_NO_QUEUE if is_over else None)
@@ -325,4 +343,4 @@ def _fail(settings: Settings, who: str, error: BaseException, code: int | None =
     text = f"{error_text(error)} ({kind})" if is_ours else f"it ended with {kind}: {error_text(error)}{_place(error)}"
     fields = {"error_type": kind, **_me(settings)}
     tell(settings.as_json, "failed", f"{who}{text}", traceback=traceback, **fields)
-    sys.exit(code or (EXIT_FINAL if is_final(error) else EXIT_FAILED))
+    sys.exit(code or (EXIT_CANNOT_WORK if is_final(error) else EXIT_FAILED))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
 
 from pxrs import arguments, dropped
 from pxrs.consumer import loops
+from pxrs.consumer.counts import watch_owned
 from pxrs.consumer.events import Callback, Callbacks, EventRelay, GroupEvents, OnAssigned
 from pxrs.consumer.hand_out import HandOut
 from pxrs.consumer.lifetime import Lifetime
@@ -178,6 +179,7 @@ class BaseConsumer(ABC, Generic[P]):
         relay.connect(self._events)
         member.start()
         self._is_started = True
+        watch_owned(self)
 
     # Reading.
 

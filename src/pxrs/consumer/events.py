@@ -55,6 +55,7 @@ class GroupEvents(Generic[P]):
     def __init__(self, hand_out: HandOut, names: PartitionNames[P], callbacks: Callbacks[P]) -> None:
         self._lanes, self._read_ahead, self._settling = hand_out.lanes, hand_out.read_ahead, hand_out.settling
         self._changes, self._member, self._lifetime = hand_out.changes, hand_out.member, hand_out.lifetime
+        self._counts = hand_out.counts
         self._names: PartitionNames[P] = names
         self._callbacks: Callbacks[P] = callbacks
         self._due: deque[_Notice] = deque()
@@ -69,6 +70,7 @@ class GroupEvents(Generic[P]):
     def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
         self._lanes.add(lanes)
         if lanes:
+            self._counts.moved("assigned", len(lanes))
             self._due.append(_Notice("assigned", lanes))
         self._changes.announce()
 
@@ -76,6 +78,7 @@ class GroupEvents(Generic[P]):
         with self._lanes.lock:
             self._read_ahead.discard(lane)
         self._changes.announce()
+        self._counts.moved("revoked")
         self._due.append(_Notice("revoked", [lane]))
 
     def lane_resumed(self, lane: Lane) -> None:
@@ -84,12 +87,14 @@ class GroupEvents(Generic[P]):
 
     def lane_released(self, lane: Lane) -> None:
         self._remove(lane)
+        self._counts.moved("released")
         if lane.has_undone and not self._lifetime.is_closed:
             self._settling.note_lost(lane)
             self._due.append(_Notice("lost", [lane]))
 
     def lane_lost(self, lane: Lane) -> None:
         self._remove(lane)
+        self._counts.moved("lost")
         if lane.has_undone and not self._lifetime.is_closed:
             self._settling.note_lost(lane)
         self._due.append(_Notice("lost", [lane]))

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from pxrs.clock import Clock
 from pxrs.consumer.changes import Changes
+from pxrs.consumer.counts import ConsumerCounts
 from pxrs.consumer.lanes import AnyNames, Lanes
 from pxrs.consumer.lifetime import Lifetime
 from pxrs.consumer.read_ahead import ReadAhead
@@ -67,6 +68,7 @@ class HandOut:
             ends=ends,
         )
         self.settling = Settling(self.group, self.lanes, self.read_ahead, member, is_manual=is_manual)
+        self.counts = ConsumerCounts(self.group, names.place)
         self._ends = ends
 
     def messages_of(self, lane: Lane, batch: Batch) -> Iterator[Message]:
@@ -75,6 +77,13 @@ class HandOut:
 
     def next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
         """A lane, and messages from its position on. None when the time is up, or all is read with until="end"."""
+        began = time.monotonic()
+        try:
+            return self._next(timeout)
+        finally:
+            self.counts.poll.observe(time.monotonic() - began)
+
+    def _next(self, timeout: float | None) -> tuple[Lane, Batch] | None:
         self.settling.begin_hand_out()
         until = None if timeout is None else time.monotonic() + timeout
         has_fetched = False
@@ -120,7 +129,11 @@ class HandOut:
             return found
         if not busy and self._is_at_end():
             return None
-        self.read_ahead.fetch(lanes, None, change)
+        began = time.monotonic()
+        try:
+            self.read_ahead.fetch(lanes, None, change)
+        finally:
+            self.counts.poll.observe(time.monotonic() - began)
         return []
 
     def readable(self) -> list[Lane]:

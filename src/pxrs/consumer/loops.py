@@ -54,27 +54,32 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
             lease = hand_out.member.lease
             if lease is None:
                 continue
+            hand_out.counts.received(lane, batch)
             position, seeks = batch.base_offset, lane.seeks
-            for message in hand_out.messages_of(lane, batch):
-                if lane.position != position:
-                    break  # `seek` was called
-                lane.handed_at = now = clock()
-                if expects_acks:
-                    lane.expect((message[2],))
-                # Write `position`, then read `is_halted`: see `Lane`.
-                lane.position = position = message[2] + 1
-                if lane.is_halted or now >= lease.deadline or lane.seeks != seeks:
-                    settling.retract(lane, message[2])
-                    break
-                lane.handed = position
-                yield message
-                settling.committed_by = None
-                if settling.transaction is not None and settling.is_held(is_through=True):
-                    continue
-                if not expects_acks and lane.position == position:
-                    lane.done = position
-            else:
-                settling.pass_gap(lane, position, batch)
+            handed = position
+            try:
+                for message in hand_out.messages_of(lane, batch):
+                    if lane.position != position:
+                        break  # `seek` was called
+                    lane.handed_at = now = clock()
+                    if expects_acks:
+                        lane.expect((message[2],))
+                    # Write `position`, then read `is_halted`: see `Lane`.
+                    lane.position = position = message[2] + 1
+                    if lane.is_halted or now >= lease.deadline or lane.seeks != seeks:
+                        settling.retract(lane, message[2])
+                        break
+                    lane.handed = handed = position
+                    yield message
+                    settling.committed_by = None
+                    if settling.transaction is not None and settling.is_held(is_through=True):
+                        continue
+                    if not expects_acks and lane.position == position:
+                        lane.done = position
+                else:
+                    settling.pass_gap(lane, position, batch)
+            finally:  # also if the loop is left
+                hand_out.counts.handed_out(lane, batch, handed)
             settling.wake_if_drained((lane,))
     finally:
         reading.is_over = True
@@ -96,8 +101,12 @@ def poll(hand_out: HandOut, max_messages: int, timeout: float | None) -> list[Me
             if not hand_out.take_in_hand(lane, batch.base_offset, end, batch):
                 settling.wake_if_drained((lane,))
                 continue
+            head = batch
             if end < batch.next_offset:
                 hand_out.read_ahead.put_back(lane, batch)
+                head = _head(batch, len(taken))
+            hand_out.counts.received(lane, head)
+            hand_out.counts.handed_out(lane, batch, end)
             settling.note_polled(lane, reading.thread)
             return taken
         return []
@@ -132,6 +141,8 @@ def _batches(hand_out: HandOut, consumer: object, reading: Reading) -> Generator
             lane, batch = found
             if hand_out.take_in_hand(lane, batch.base_offset, batch.next_offset, batch):
                 topic, number = hand_out.names.place(lane.partition)
+                hand_out.counts.received(lane, batch)
+                hand_out.counts.handed_out(lane, batch, batch.next_offset)
                 yield ConsumedBatch(topic, number, batch.base_offset, batch.records, lane.epoch, batch.offsets)
                 settling.finish(lane)
             settling.wake_if_drained((lane,))

@@ -20,8 +20,10 @@ busy lane is not given out. `_lock` guards `_busy` and `_failure`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ from pxrs.limited_log import LimitedLog
 from pxrs.log.batch import Batch
 from pxrs.model import Message
 from pxrs.producer.producer import Producer
+from pxrs.tracing import ConsumerTracing
 
 _logger = logging.getLogger(__name__)
 
@@ -140,6 +143,7 @@ class Runner:
     def _handle_batch(self, lane: Lane, batch: Batch) -> None:
         hand_out = self._hand_out
         position = batch.base_offset
+        began = time.monotonic()
         try:
             for message in hand_out.messages_of(lane, batch):
                 if self._stopped.is_set() or not hand_out.take_in_hand(lane, position, message.offset + 1):
@@ -156,18 +160,22 @@ class Runner:
             lane.put_back()  # the next owner gets the message
             raise
         finally:
+            hand_out.counts.handled(lane, batch, position, began)
             with self._lock:
                 self._busy.discard(lane)
             hand_out.settling.wake_if_drained((lane,))
 
     def _handle(self, lane: Lane, message: Message) -> bool:
         """Call the handler, as often as the policy says. Returns whether the message is done."""
-        policy = self._policy
+        policy, counts = self._policy, self._hand_out.counts
         pause_s = policy.retry_pause_s
         tries = policy.retries_max + 1 if policy.on_error == "retry" else 1
         place: Hashable = None
         for number in range(1, tries + 1):
             try:
+                if counts.tracing is not None:
+                    self._call_traced(counts.tracing, message)
+                    return True
                 result: object = self._handler(message)
                 if result is not None:
                     check_result(result)
@@ -176,6 +184,7 @@ class Runner:
                 failure = failure_of(error)
                 if number == tries:
                     return self._decide(lane, message, error, failure)
+                counts.failed(message.topic, "retried")
                 last_place, place = place, place_of(error)
                 what = f"try {number} of {tries}, trying again in {pause_s:g} s"
                 self._log_failure(logging.WARNING, message, error, failure, what, has_traceback=place != last_place)
@@ -183,6 +192,10 @@ class Runner:
                     return False  # the next owner of the partition tries
                 pause_s = min(2 * pause_s, 30.0)
         return False
+
+    def _call_traced(self, tracing: ConsumerTracing, message: Message) -> None:
+        with tracing.process(message.topic, message.partition, message.headers or ()):
+            check_result(self._handler(message))
 
     def _may_try_again(self, lane: Lane, pause_s: float) -> bool:
         """Wait before a retry, by the registry's clock. False if the partition is to be released, or another member may
@@ -204,24 +217,30 @@ class Runner:
 
     def _decide(self, lane: Lane, message: Message, error: Exception, failure: Failure) -> bool:
         """Do what `on_error` says with a message whose last try failed. Returns whether the message is done."""
+        failed = functools.partial(self._hand_out.counts.failed, message.topic)
         match self._policy.on_error:
             case "raise":
+                failed("raised")
                 raise HandlerFailed(f"the handler failed on {place_of_message(message)}: {failure.text}") from error
             case "dead-letter":
                 if not self._is_owned(lane):  # the next owner handles the message, or sends it to the dead letters
                     self._log_failure(
                         logging.WARNING, message, error, failure, "the partition is another member's by now"
                     )
+                    failed("released")
                     return False
                 self._log_failure(logging.WARNING, message, error, failure, "the message goes to the dead letters")
                 second = self._send_dead_letter(message, failure)
                 if second is None:
+                    failed("dead-letter")
                     return True
                 if self._hand_out.lifetime.is_closed:
+                    failed("released")
                     return False  # the next owner handles the message
                 failure = failure.followed_by("the dead letter could not be sent", second)
             case _:
                 self._log_failure(logging.ERROR, message, error, failure, PAUSING)
+        failed("paused")
         self._hand_out.member.pause(lane, message.offset, failure)
         return False
 

@@ -8,12 +8,14 @@ pickling, and the wire as a plain dictionary (`pxrs.errors.wire`), with its text
 cause. Of an error with a code that this version does not know, the receiver gets the nearest base that it knows.
 
 By subject: `general.py` (the base; arguments, closing, permissions), `registry.py`, `log.py`, `group.py`, `queue.py`,
-`spark.py`, `remote.py`. Import them from here.
+`spark.py`, `remote.py`, `backup.py`. Import them from here.
 """
 
 from __future__ import annotations
 
+from pxrs.errors.backup import BackupDamaged, BackupError, BackupIncomplete, RestoreRefused
 from pxrs.errors.general import (
+    CannotListen,
     Closed,
     InvalidArgument,
     InvalidUrl,
@@ -50,6 +52,7 @@ from pxrs.errors.log import (
     AppendFailed,
     AppendUnknown,
     BufferFull,
+    CopyFailed,
     DamagedFrame,
     HubMoved,
     InvalidRecord,
@@ -128,8 +131,12 @@ __all__ = [
     "AppendUnknown",
     "AssignorFailed",
     "AssignorMismatch",
+    "BackupDamaged",
+    "BackupError",
+    "BackupIncomplete",
     "BatchRefused",
     "BufferFull",
+    "CannotListen",
     "CheckpointOutOfRange",
     "CheckpointsDiffer",
     "Closed",
@@ -137,6 +144,7 @@ __all__ = [
     "CommitUnknown",
     "Conflict",
     "ConsumerBusy",
+    "CopyFailed",
     "DamagedFrame",
     "DataLost",
     "DrainLimitReached",
@@ -188,6 +196,7 @@ __all__ = [
     "RegistryUnavailable",
     "RemoteCause",
     "RemoteError",
+    "RestoreRefused",
     "RetentionPostponed",
     "SchemaMissing",
     "SequenceGap",

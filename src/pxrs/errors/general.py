@@ -49,6 +49,13 @@ class InvalidUrl(InvalidArgument):
     code = "invalid-url"
 
 
+class CannotListen(InvalidArgument):
+    """A server cannot have the address that it is to listen on: another process has the port, or the host has no such
+    address. Stop the other process, or give another address."""
+
+    code = "cannot-listen"
+
+
 class MissingDependency(PxrsError, ImportError):
     """The chosen store needs a driver that is not installed. Install the extra that the message names. `name` is the
     module that could not be imported, if that is known."""

@@ -230,6 +230,13 @@ class BufferFull(AppendFailed):
     code = "log.buffer-full"
 
 
+class CopyFailed(LogError):
+    """A copy of a topic cannot go on: another process copies the same topics, or messages that it needs are gone. What
+    was copied stays. The text says what to do."""
+
+    code = "log.copy-failed"
+
+
 class LogBusy(AppendFailed):
     """Another process held the append lock for too long, perhaps stopped in the middle. Try again, or look at it."""
 

@@ -49,6 +49,7 @@ from pxrs.group.records import (
     Pinned,
     SourceRead,
     Starts,
+    gate_key,
     start_key,
 )
 from pxrs.group.snapshot import GroupState
@@ -326,7 +327,9 @@ class GroupHandle:
                 entry = self._registry.get(foreign.key)
                 guard.expect[foreign.key] = ABSENT if entry is None else entry.version
                 guard.put[foreign.key] = foreign.read.dump()
-            if source.keeps_unread:
+            if foreign is None and not source.keeps_unread and self._registry.get(gate_key(source.id)) is None:
+                guard.ungated.add(source.id)
+            elif foreign is None:
                 entry = self._registry.get(start_key(source.id))
                 guard.starts[source.id] = Starts() if entry is None else Starts.load(entry.key, entry.value)
                 guard.versions[source.id] = ABSENT if entry is None else entry.version

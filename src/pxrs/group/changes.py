@@ -24,6 +24,9 @@ class Guard:
     """The starts of the topics with `keep_unread`, by the id of the topic."""
     versions: dict[str, int] = field(default_factory=dict)
     """The versions of the keys of `starts`, by the id of the topic."""
+    ungated: set[str] = field(default_factory=set)
+    """The ids of the topics without `keep_unread` that have no gate: a commit of theirs expects that they have none, so
+    that it fails if the topic was given that setting, and retention has begun to ask the groups."""
     owners: dict[TopicPartition, str | None] = field(default_factory=dict)
     """The owner of each partition, as read."""
     members: Collection[str] = ()
@@ -79,8 +82,10 @@ class Guard:
 
     def of(self, topics: Iterable[str]) -> tuple[dict[str, int], dict[str, bytes]]:
         """What a commit that changes partitions of these topics expects and puts besides."""
-        kept = [topic for topic in topics if topic in self.starts]
+        chosen = list(topics)
+        kept = [topic for topic in chosen if topic in self.starts]
         expect = {start_key(topic): self.versions[topic] for topic in kept}
+        expect |= {gate_key(topic): ABSENT for topic in chosen if topic in self.ungated}
         put = {gate_key(topic): Gate("admin", time.time()).dump() for topic in kept}
         return {**self.expect, **expect}, {**self.put, **put}
 

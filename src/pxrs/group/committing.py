@@ -19,10 +19,19 @@ from pxrs.errors import Conflict, OutcomeUnknown, PartitionLost, RegistryUnavail
 from pxrs.group.checkpoints import FencedWrite, Outcome
 from pxrs.group.incarnation import RELEASED, TAKEN, Incarnation
 from pxrs.group.records import Checkpoint, Paused
+from pxrs.metrics.instruments import CONSUMER_COMMITS
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Steps, Write
 
 PAUSE_ATTEMPTS_MAX: Final = 10
+_COUNTED_AS: Final = {
+    Outcome.WRITTEN: "written",
+    Outcome.LOST: "refused",
+    Outcome.STALE: "changed",
+    Outcome.NOT_WRITTEN: "changed",  # together with one that was refused or changed
+    Outcome.UNKNOWN: "unknown",
+}
+"""The label `outcome` of the metric `pxrs.consumer.commits`."""
 
 CommitMore = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
 """Makes one registry commit of these expectations and writes, and of more of its own. Returns the new versions."""
@@ -182,6 +191,7 @@ class Committing(Incarnation):
             number = self.numbering.number_of(*part.partition)
             assert number is not None, "the write is of partitions that this member holds"
             self.held[number].settle(part, settled)
+            CONSUMER_COMMITS.of(self.keys.group, _COUNTED_AS[settled.outcome]).add()
             if settled.outcome is Outcome.LOST:
                 self.lose(number)
                 lost.append(number)

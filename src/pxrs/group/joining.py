@@ -216,12 +216,17 @@ class Joining(Incarnation):
                 _, expect[self.keys.home] = yield from self._read_home(self.home)
                 put[self.keys.home] = self.home.dump()
             starts = Starts()
-            if topic.id in self.keeps_unread:
-                key = start_key(topic.id)
-                moved: Entry | None = yield Get(key)
-                starts = Starts() if moved is None else Starts.load(key, moved.value)
-                expect[key] = ABSENT if moved is None else moved.version
-                put[gate_key(topic.id)] = Gate(self.member.name, self.wall()).dump()
+            if foreign is None:
+                # Not by `keeps_unread` alone: the topic may have been given that setting since this member joined.
+                gate: Entry | None = yield Get(gate_key(topic.id))
+                if gate is None and topic.id not in self.keeps_unread:
+                    expect[gate_key(topic.id)] = ABSENT
+                else:
+                    key = start_key(topic.id)
+                    moved: Entry | None = yield Get(key)
+                    starts = Starts() if moved is None else Starts.load(key, moved.value)
+                    expect[key] = ABSENT if moved is None else moved.version
+                    put[gate_key(topic.id)] = Gate(self.member.name, self.wall()).dump()
             found = yield Scan(self.keys.checkpoints_of(topic.id))
             there = {partition_of(entry.key)[1] for entry in found}
             missing = [number for number in range(topic.partitions) if number not in there]

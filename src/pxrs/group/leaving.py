@@ -27,7 +27,6 @@ from pxrs.group.protocol import MemberProtocol
 from pxrs.group.session import Busy, Session
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import time_limit
-from pxrs.registry.steps import drive
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def _release_all(session: Session, protocol: MemberProtocol, lease: Lease) -> No
             raise PartitionLost(protocol.keys.group, protocol.named(due), LEASE_ENDED)
         return
     try:
-        lost = drive(protocol.commit(list(protocol.held), is_last=True), session.registry, lease)
+        lost = session.commit(protocol, list(protocol.held), is_last=True)
     except (RegistryUnavailable, OutcomeUnknown) as error:
         raise not_committed(session, error, protocol, is_last=True) from error
     if undone := sorted(set(lost) & set(due)):

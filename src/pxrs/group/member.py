@@ -225,7 +225,7 @@ class GroupMember:
                 if protocol is None:
                     raise PartitionLost(self.keys.group, [], _AWAY)
                 with time_limit(until - time.monotonic()):
-                    lost = session.drive(protocol.commit(protocol.due()))
+                    lost = session.commit(protocol, protocol.due())
         except (RegistryUnavailable, OutcomeUnknown) as error:
             raise not_committed(session, error, protocol) from error
         if lost:

@@ -14,15 +14,21 @@ checkpoints were read later too, and include the new ones. If step 3 of the left
 side is refused, and its offsets are chosen anew. Checkpoints that owners commit only go forward: they concern neither
 side, and do not write the gate. A process that dies before step 4 leaves `start` for the next retention, which removes
 what lies before it.
+
+A topic can be given `keep_unread` while members and administrators run that read its settings before. So not the
+setting but the key `gate` decides whether the right side writes it: retention makes the key before its first step 3,
+and where the key is missing, a commit of checkpoints expects it ABSENT. Such a commit comes before the key is made, and
+then retention, which reads all checkpoints afterwards, sees it; or it is refused, and made again with the gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from pxrs.errors import Conflict, RetentionPostponed
 from pxrs.group.incarnation import ATTEMPTS_MAX
-from pxrs.group.records import GROUP_NAME, Checkpoint, Keys, Starts, gate_key, start_key
+from pxrs.group.records import GROUP_NAME, Checkpoint, Gate, Keys, Starts, gate_key, start_key
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps, Write
 
@@ -39,9 +45,15 @@ def move_start(topic: str, plan: Callable[[Mapping[int, int]], Mapping[int, int]
         starts = Starts() if entry is None else Starts.load(entry.key, entry.value)
         planned = plan((yield from unread(topic)))
         moved = {str(number): start for number, start in sorted(planned.items()) if start > starts.of(number)}
-        if moved:
+        if moved and gate is None:
+            # From now on every commit of checkpoints writes the gate. What was committed before is read below.
+            with suppress(Conflict):  # another process has made it
+                made = {gate_key(topic): Gate("retention").dump()}
+                yield Write({gate_key(topic): ABSENT}, made, is_leased=False, is_quiet=True)
+            continue
+        if moved and gate is not None:
             expect = {
-                gate_key(topic): ABSENT if gate is None else gate.version,
+                gate_key(topic): gate.version,
                 start_key(topic): ABSENT if entry is None else entry.version,
             }
             starts = Starts({**starts.offsets, **moved})

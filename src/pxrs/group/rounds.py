@@ -190,7 +190,7 @@ class Rounds:
             return
         self.pace.set_commit(now)
         self._session.settings.home()
-        if self._session.drive(protocol.commit(protocol.due())):
+        if self._session.commit(protocol, protocol.due()):
             self._session.wake()  # a lost partition may still be in this member's target, and free
 
     def _next_duty_at(self, protocol: MemberProtocol) -> float:

@@ -30,6 +30,7 @@ from pxrs.group.protocol import MemberProtocol, rearmed
 from pxrs.group.records import Checkpoint, Home, Keys, Member, ReadTopic
 from pxrs.group.timings import Timings
 from pxrs.log.contract import Source
+from pxrs.metrics.instruments import CONSUMER_COMMIT
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
 from pxrs.registry.steps import Steps, drive
@@ -97,6 +98,7 @@ class Session:
     def __init__(self, registry: Registry, settings: MemberSettings, hooks: Hooks, events: MemberEvents) -> None:
         self.registry, self.settings = registry, settings
         self._hooks, self._events = hooks, events
+        self._commit_time = CONSUMER_COMMIT.of(settings.keys.group)
         self.mutex = threading.RLock()
         """Held while the protocol or a callback runs."""
         self.scheduled: Scheduled | None = None
@@ -151,6 +153,17 @@ class Session:
     def drive(self, steps: Steps[T]) -> T:
         """Run a procedure of the protocol under the present lease."""
         return drive(steps, self.registry, self.lease)
+
+    def commit(self, protocol: MemberProtocol, partitions: Iterable[int], *, is_last: bool = False) -> list[int]:
+        """Run `Committing.commit`, and add to the metrics how long it took."""
+        numbers = list(partitions)
+        if not numbers:
+            return []
+        began = time.monotonic()
+        try:
+            return self.drive(protocol.commit(numbers, is_last=is_last))
+        finally:
+            self._commit_time.observe(time.monotonic() - began)
 
     @property
     def is_joined(self) -> bool:

@@ -3,6 +3,7 @@ NoDirectory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 from pxrs.errors import NoDirectory
@@ -31,6 +32,9 @@ class AbsentLog(Log):
         return []
 
     def topic(self, name: str) -> TopicLog:
+        self.check_topics()
+
+    def alter_topic(self, name: str, changes: Mapping[str, object]) -> TopicLog:
         self.check_topics()
 
     def delete_topic(self, name: str) -> str:

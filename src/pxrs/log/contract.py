@@ -320,6 +320,9 @@ class TopicLog(Source):
     clock: Clock = SYSTEM
     """Whose `wall_time_us` appends are stamped with, and the age of what is stored is counted by."""
 
+    def refresh(self) -> None:
+        """Have `topic` be the settings as they are now, if another process can have changed them."""
+
     def check_writable(self) -> None:
         """Raise NoWritePermission if it can be told, without writing, that this process may not append."""
 
@@ -390,6 +393,11 @@ class Log(ABC):
     @abstractmethod
     def topic(self, name: str) -> TopicLog:
         """Raises UnknownTopic, and DamagedFrame if the topic's stored description is damaged."""
+
+    @abstractmethod
+    def alter_topic(self, name: str, changes: Mapping[str, object]) -> TopicLog:
+        """Change settings of a topic, durably: the fields of `Topic` in ALTERABLE. Appends and retention use the new
+        ones from now on, in every process. Raises UnknownTopic, and InvalidTopic if a setting cannot be changed."""
 
     @abstractmethod
     def delete_topic(self, name: str) -> str:

@@ -82,12 +82,15 @@ class MemoryTopic(TopicLog):
     def __init__(self, topic: Topic, log: MemoryLog) -> None:
         self.topic = topic
         self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
-        self.keeps_unread = topic.keeps_unread
         self._log, self.clock = log, log.clock
         self._lock = threading.Lock()
         self._subscribers = Subscribers()
         self._stored = [_Partition(log.clock) for _ in range(topic.partitions)]
         self._is_deleted = False
+
+    @property
+    def keeps_unread(self) -> bool:  # type: ignore[override]  # it may be changed
+        return self.topic.keeps_unread
 
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
         places = {partition: self._partition(partition) for partition in partitions}
@@ -257,6 +260,12 @@ class MemoryLog(Log):
             if name not in self._topics:
                 raise UnknownTopic(name, sorted(each for each in self._topics if not is_internal(each)))
             return self._topics[name]
+
+    def alter_topic(self, name: str, changes: Mapping[str, object]) -> MemoryTopic:
+        found = self.topic(name)
+        with self._lock:
+            found.topic = found.topic.altered(changes)
+        return found
 
     def delete_topic(self, name: str) -> str:
         self._check_usable()

@@ -28,14 +28,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import AppendFailed, AppendUnknown, PxrsError, UnknownProducer
-from pxrs.log.batch import Origin, encode
+from pxrs.log.batch import FRAME_BYTES_MAX, Origin, encode
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.log.producers import BATCHES_KEPT
+from pxrs.producer.counts import ProducerCounts
 from pxrs.producer.receipts import SentBatch
+from pxrs.tracing import producer_tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 Result = tuple[SentBatch, int | BaseException]
 """A batch, and its offset or why it has none."""
@@ -71,6 +76,11 @@ class Appender:
 
     def __init__(self, log: TopicLog, tries_max: int) -> None:
         self._log, self._tries_max = log, tries_max
+        self._counts = ProducerCounts(log.name)
+        self.tracing = producer_tracing(log.name, FRAME_BYTES_MAX // 2)
+        """None unless the program has configured a tracer before it made the producer."""
+        self._spans: dict[SentBatch, Span] = {}
+        """The spans of the batches that have no final outcome yet."""
         self._identities: dict[int, _Identity] = {}
         self.broken: dict[int, BaseException] = {}
         """The partitions that have failed, each with its error. The producer reads it under its own lock."""
@@ -103,19 +113,30 @@ class Appender:
                     self._rename(partition, each)
                 elif isinstance(error, AppendFailed) and tries < self._tries_max:
                     is_paused = True
+                    self._counts.retries.add(len(each.batches))
                 else:
                     self.broken[partition] = error
                     final = _unknown(error) if was_doubtful else error
                     results += [(batch, final) for batch in each.batches]
                     del pending[partition]
             if results:
-                yield results
+                yield self._noted(results)
                 results = []
             if is_paused:
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, pause_s_max)
         if results:
-            yield results
+            yield self._noted(results)
+
+    def _noted(self, results: list[Result]) -> list[Result]:
+        """Add final results to metrics and traces."""
+        for batch, result in results:
+            error = result if isinstance(result, BaseException) else None
+            if error is not None:
+                self._counts.failed(1, error)
+            if self.tracing is not None and (span := self._spans.pop(batch, None)) is not None:
+                self.tracing.end(span, error)
+        return results
 
     def _prepare(self, batches: list[SentBatch]) -> tuple[dict[int, _Pending], list[Result]]:
         """Encode the batches. Returns them by partition, and the results of those that cannot be sent."""
@@ -126,6 +147,8 @@ class Appender:
             if partition not in self.broken:
                 try:
                     assert batch.records is not None
+                    if self.tracing is not None:
+                        self._spans[batch], batch.records = self.tracing.begin(partition, batch.records)
                     payload = encode(batch.records, self._log.topic.codec)
                 except Exception as error:  # noqa: BLE001 - raised by the receipts, flush and close
                     self.broken[partition] = error
@@ -139,6 +162,7 @@ class Appender:
 
     def _append(self, appends: list[Append]) -> Iterator[Outcome]:
         """Make one try. An error that the log raises is the outcome of every batch."""
+        began = time.monotonic()
         try:
             return iter(self._log.append(appends))
         except AppendUnknown as error:
@@ -147,10 +171,11 @@ class Appender:
             raised = NotStored(error)
         except Exception as error:  # noqa: BLE001 - a defect of the log: the batches may be stored
             raised = MaybeStored(error)
+        finally:
+            self._counts.append.observe(time.monotonic() - began)
         return repeat(raised, len(appends))
 
-    @staticmethod
-    def _take_stored(pending: _Pending, outcomes: list[Outcome], results: list[Result]) -> Exception | None:
+    def _take_stored(self, pending: _Pending, outcomes: list[Outcome], results: list[Result]) -> Exception | None:
         """Move the batches that are stored from `pending` to `results`. Returns the error of the others; None if all
         are stored."""
         error: Exception | None = None
@@ -158,6 +183,8 @@ class Appender:
         for batch, append, outcome in zip(pending.batches, pending.appends, outcomes, strict=True):
             if isinstance(outcome, StoredAt):
                 results.append((batch, outcome.offset))
+                assert batch.records is not None
+                self._counts.stored(batch.records.num_rows, append.payload.frame_bytes)
                 continue
             pending.may_be_stored |= isinstance(outcome, MaybeStored)
             error = error or outcome.error

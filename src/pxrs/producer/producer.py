@@ -187,6 +187,8 @@ class Producer:
         if plain_key is not key or plain_value is not value:
             return self.send(plain_value, plain_key, headers, timestamp, partition)
         size = len(plain_key or b"") + len(plain_value or b"")
+        if (tracing := self.sending.tracing) is not None:
+            headers = tracing.add_current(headers)
         header_list = None if headers is None else headers_of(headers)
         if header_list:
             size += sum(len(name) * _UTF8_BYTES_MAX + len(content or b"") + PAIR_BYTES for name, content in header_list)

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from pxrs.hashing import Hash, partitions_of
 from pxrs.log.contract import TopicLog
+from pxrs.metrics import instruments
 from pxrs.producer.appender import Appender
 from pxrs.producer.chunks import Chunk, columns_of
 from pxrs.producer.outbox import Limits, Outbox
@@ -38,13 +39,20 @@ class SendingThread:
     def __init__(self, log: TopicLog, hash_of: Hash, limits: Limits, tries_max: int) -> None:
         self._log, self._hash = log, hash_of
         self._appender = Appender(log, tries_max)
+        self.tracing = self._appender.tracing
         self.outbox = Outbox(log.name, log.partitions, hash_of, self._appender.broken, limits)
+        if self.tracing is not None:
+            self.outbox.chunk_end = 0  # `send` then looks for the current span, which the fast path does not
+        instruments.PRODUCER_BUFFER.watch(self, SendingThread._buffered)
         self._kept: tuple[object, ...] = ()
         """Objects that must not be garbage-collected before the thread has ended, once the producer was dropped."""
         self._is_dropped = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         """Refers to this object weakly: what has ended, and whose producer was dropped, is collected."""
         self.thread = threading.Thread(target=self._run, name=f"pxrs-producer-{log.name}", daemon=True)
+
+    def _buffered(self) -> list[instruments.Read]:
+        return [] if self.outbox.is_ended else [((self._log.name,), self.outbox.counted)]
 
     def start(self) -> None:
         self.thread.start()

@@ -1,8 +1,9 @@
 """The queues of a registry by name: create them, find them, delete them, and remember their settings.
 
-A queue's settings never change, so a process may remember them. A queue can be deleted, and another one be created
-under its name: the settings that were remembered are read again after `SETTINGS_AGE_S`, and a put, which expects the
-queue's existence key, is refused in any case."""
+A process remembers a queue's settings, and reads them again after `SETTINGS_AGE_S`: then it learns that they were
+changed, or that the queue was deleted and another one created under its name. A put, which expects the queue's
+existence key, is refused in the latter case at any time. `fifo` and the id never change: keys of items depend on
+them."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
 from pxrs.errors import Conflict, QueueDiffers, QueueExists, RegistryCorrupt, RegistryUnavailable, UnknownQueue
 from pxrs.queue.deleting import clear_deleted, delete_queue
@@ -78,6 +80,25 @@ class QueueCatalog:
         self._versions.created(queue, versions[queue.existence])
         return queue
 
+    def alter(self, name: str, changes: Mapping[str, Any]) -> Queue:
+        """Change fields of a queue's settings. Raises UnknownQueue, InvalidQueue."""
+        check_name(name)
+        for _ in range(ATTEMPTS_MAX):
+            entry = self._registry.get(f"{QUEUES}{name}")
+            if entry is None:
+                raise self.unknown(name)
+            before = Queue.load(entry.key, entry.value)
+            after = replace(before, **changes)
+            if after != before:
+                try:
+                    self._registry.commit({entry.key: entry.version}, {entry.key: after.dump()})
+                except Conflict:
+                    continue  # another process has changed it, or has deleted the queue
+            with self._lock:
+                self._known[name] = after, time.monotonic() + SETTINGS_AGE_S
+            return after
+        raise RegistryUnavailable(f"queue {name!r} was changed by others {ATTEMPTS_MAX} times; try again")
+
     def queues(self) -> list[Queue]:
         """All queues. Those whose settings are damaged are logged and left out."""
         found = []
@@ -99,6 +120,12 @@ class QueueCatalog:
         if queue is None:
             raise self.unknown(name)
         return queue
+
+    def queue_of(self, queue: Queue) -> Queue:
+        """The settings of this queue as this process remembers them last, without a call of the registry."""
+        with self._lock:
+            known = self._known.get(queue.name)
+        return queue if known is None or known[0].id != queue.id else known[0]
 
     def _look_up(self, name: str) -> Queue | None:
         """Read a queue's settings from the registry, whatever this process remembers, and remember them. None if there

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs import arguments
 from pxrs.errors import Conflict, InvalidItem, MissingDependency, RegistryCorrupt
+from pxrs.metrics.instruments import QUEUE_PUT
 from pxrs.queue import moves
 from pxrs.queue.items import BYTES_PER_KEY, Item, Put, check_put, placed_in
 from pxrs.queue.moves import Move
@@ -143,6 +144,7 @@ class QueueHandle:
             _put(self.store, [placed_in(queue, put) for put in puts])
 
         self.store.catalog.retry(queues, lambda: (), attempt)
+        QUEUE_PUT.of(self.name).add(len(puts))
 
     def peek(self, max_items: int = 1) -> list[Item]:
         """The first ready items. They are not taken."""

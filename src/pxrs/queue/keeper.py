@@ -86,10 +86,10 @@ class Keeper:
 
     def look_after(self, queue: Queue) -> None:
         """This process takes from the queue: try to become its sweeper."""
-        if queue.id in self._queues:
+        if self._queues.get(queue.id) == queue:
             return
         with self._lock:
-            self._queues[queue.id] = queue
+            self._queues[queue.id] = queue  # also if its settings were changed
         self._start()
 
     def forget(self, queue: Queue) -> None:
@@ -167,6 +167,7 @@ class Keeper:
         clock = self._registry.clock
         with self._lock:
             queues = list(self._queues.values())
+        queues = [self._catalog.queue_of(queue) for queue in queues]
         if not queues:
             return clock.now() + LOOK_S_MAX
         # A new taker, if the lease was lost while all threads of this process wait for items: they need a sweeper.

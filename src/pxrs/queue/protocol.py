@@ -23,6 +23,7 @@ Nothing of a transaction is in the registry but the items that it has taken, and
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from typing import NamedTuple
 from pxrs.errors import Conflict, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
 from pxrs.failures import Failure
 from pxrs.queue import moves
+from pxrs.queue.counts import by_queue, count_given_back
 from pxrs.queue.items import Put, Taken
 from pxrs.queue.moves import Changes, Move, Take, in_parts
 from pxrs.queue.outcomes import RESOLVE_ATTEMPTS, Slot, dump_outcome
@@ -150,9 +152,10 @@ def give_back(in_hand: InHand, reason: Reason, limits: Limits) -> Steps[None]:
         version = turns[queue.id][1] if queue.id in turns else None
         returned, last = moves.give_back_all(queue, held, reason.failure, version, reason.random, now)
         try:
-            yield from move_all(returned, limits, last=last)
+            done = yield from move_all(returned, limits, last=last)
         except Conflict:
             continue  # the turn is not this transaction's any more: a sweeper has returned the items
+        count_given_back(queue, returned[:done])
 
 
 def return_pending(pending: PendingTake, reason: Reason, limits: Limits) -> Steps[None]:
@@ -300,6 +303,10 @@ class TransactionProtocol:
             except OutcomeUnknown as error:
                 raise RegistryUnavailable(f"it is not known yet what an earlier take has taken: {error}") from error
             del self.unresolved[0]
+
+    def taken_by_queue(self) -> Counter[str]:
+        """How many items of each queue the transaction has taken, and not finished. May be called by any thread."""
+        return by_queue(list(self.taken))
 
     @property
     def owned_keys(self) -> set[str]:

@@ -10,10 +10,13 @@ import random
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from pxrs.errors import Closed, UsedAfterFork
 from pxrs.failures import Failure
+from pxrs.metrics.instruments import QUEUE_IN_FLIGHT, Read
 from pxrs.queue.catalog import QueueCatalog
 from pxrs.queue.combine import Combiner
 from pxrs.queue.head import Head
@@ -31,6 +34,9 @@ class Abandonable(Protocol):
     """An open transaction, as the store needs it."""
 
     def abandon(self, *, gives_back: bool) -> None: ...
+
+    taken_by_queue: Callable[[], Mapping[str, int]]
+    """Gives how many items of each queue it has taken and not finished."""
 
 
 class QueueStore:
@@ -54,6 +60,7 @@ class QueueStore:
         """No transaction begins any more."""
         self._is_closed = False
         self._pid = os.getpid()
+        QUEUE_IN_FLIGHT.watch(self, QueueStore._in_flight)
 
     def wall_time(self) -> float:
         """Seconds since 1970, on the registry's clock: delays and backoffs of items are counted by it."""
@@ -141,6 +148,15 @@ class QueueStore:
     def ended(self, transaction: Abandonable) -> None:
         with self._lock:
             self._open.discard(transaction)
+
+    def _in_flight(self) -> list[Read]:
+        """For the metrics: how many items the open transactions of this process have taken."""
+        with self._lock:
+            transactions = list(self._open)
+        found: Counter[str] = Counter()
+        for each in transactions:
+            found.update(each.taken_by_queue())
+        return [((queue,), items) for queue, items in found.items()]
 
     def close(self) -> None:
         """Roll back the open transactions, then have the keeper finish its jobs, then close the taker. In this order:

@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 from pxrs.errors import Conflict, RegistryCorrupt
 from pxrs.failures import Failure
 from pxrs.queue import moves
+from pxrs.queue.counts import count_given_back
 from pxrs.queue.moves import Held
 from pxrs.queue.protocol import move_all
 from pxrs.queue.puts import PutVersions
@@ -112,7 +113,8 @@ class Sweeping:
     def _return_items_of(self, queue: Queue, taker: str, entries: list[Entry], turn_version: int | None) -> Steps[None]:
         held, now = list(_undamaged(queue, entries)), self.wall_time()
         returned, last = moves.give_back_all(queue, held, Failure(TAKER_GONE), turn_version, self.random, now)
-        yield from move_all(returned, self.limits, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
+        done = yield from move_all(returned, self.limits, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
+        count_given_back(queue, returned[:done])
         given = counted(len(entries), "item")
         _logger.info("queue %s: gave back %s of taker %s, which is gone", queue.name, given, taker)
 

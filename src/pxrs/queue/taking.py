@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 from pxrs.errors import LeaseExpired, OutcomeUnknown, RegistryUnavailable
 from pxrs.failures import Failure
+from pxrs.metrics.instruments import QUEUE_TAKEN
 from pxrs.queue import moves
 from pxrs.queue.head import Head
 from pxrs.queue.items import Taken
@@ -68,6 +69,7 @@ class Taking:
             finally:
                 head.tried(entries, was_refused=not taken, are_left=are_left)
             if taken:
+                QUEUE_TAKEN.of(queue.name).add(len(taken))
                 return taken, None
             if queue.is_fifo or not taker.is_alive:
                 # Another transaction has the turn; or the lease or the reply was lost, or the item was written again by

@@ -49,6 +49,7 @@ from pxrs.errors import (
 )
 from pxrs.failures import Failure, failure_of
 from pxrs.queue.capacity import Capacity
+from pxrs.queue.counts import count_committed
 from pxrs.queue.items import Item, check_put, duration
 from pxrs.queue.outcomes import Slot, resolve
 from pxrs.queue.protocol import TransactionProtocol, give_back
@@ -103,6 +104,7 @@ class Transaction:
         self._slot: Slot | None = None
         """Set before the commit is sent."""
         self._protocol = TransactionProtocol(self.id, store.versions, store.registry.limits)
+        self.taken_by_queue: Callable[[], Mapping[str, int]] = self._protocol.taken_by_queue
         self._taking = Taking(store, self._protocol)
         self._capacity = Capacity(store.registry.limits, self._protocol)
         self._inboxes: dict[Inbox, int] = {}
@@ -135,6 +137,7 @@ class Transaction:
         is_waiting = False
         try:
             while True:
+                queue = self._store.catalog.queue_of(queue)  # its settings may be changed during the wait
                 with self._lock:  # and not during the wait
                     self._check_open()
                     room = self._capacity.check(queue)
@@ -369,6 +372,8 @@ class Transaction:
 
     def _end(self, event: TransactionEvent) -> None:
         self._state = transaction_after(self._state, event)
+        if self._state is TransactionState.COMMITTED:
+            count_committed(self._protocol.taken, self._protocol.puts)
         if self._slot is not None and self._taker is not None:
             self._taker.free(self._slot)
             self._slot = None

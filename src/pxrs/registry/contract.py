@@ -10,6 +10,7 @@ What every backend keeps, and `pxrs.testing` proves:
   writes, must be persistent and never deleted (R4): ZooKeeper counts the versions of a re-created key from the start.
 - A commit that names a lease happens only while that lease is alive; the store decides both in one step (R3).
 - The last write of a key makes it persistent or ephemeral. The end of a lease removes its ephemeral keys in one step.
+- `snapshot` gives all persistent keys as they were at one moment: of each commit all writes, or none.
 - An error other than `OutcomeUnknown` means that nothing was written. A request that could take effect twice is never
   sent twice (R5).
 - A lease that this handle does not renew outlives the handle and its process, until its expiry (W2).
@@ -25,7 +26,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -46,11 +47,21 @@ from pxrs.errors import (
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
 from pxrs.registry.limit import check_time
 from pxrs.registry.renewal import Renewer
-from pxrs.registry.values import ABSENT, Commit, Entry, Limits, SqlPlace, check_commit, check_key, check_prefix
+from pxrs.registry.values import (
+    ABSENT,
+    Commit,
+    Entry,
+    Limits,
+    Snapshot,
+    SqlPlace,
+    check_commit,
+    check_key,
+    check_prefix,
+)
 from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
 from pxrs.scheduler import Scheduler
 
-__all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry", "SqlPlace"]
+__all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry", "Snapshot", "SqlPlace"]
 
 TIMEOUT_S_DEFAULT: Final = 10.0
 CLOSERS_MAX: Final = 16
@@ -111,6 +122,16 @@ class Registry(ABC):
         limit = None if limit is None else arguments.whole(InvalidKey, "limit", limit, 1)
         check_time(self.url)
         return self._scan(prefix, after, limit)
+
+    def snapshot(self, is_written_once: Callable[[str], bool] = lambda key: False) -> Snapshot:
+        """All persistent keys as they were at one moment, for a backup. Ephemeral keys are left out: their leases do
+        not outlive a copy. May take longer than `timeout_s` on a large registry; each request to the store may not.
+
+        is_written_once: whether a key is never written a second time, not even after it was deleted. A store without
+                         snapshots need not read the value of such a key at the very moment."""
+        self._check_usable()
+        check_time(self.url)
+        return self._snapshot(is_written_once)
 
     def commit(
         self,
@@ -258,6 +279,9 @@ class Registry(ABC):
 
     @abstractmethod
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]: ...
+
+    @abstractmethod
+    def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot: ...
 
     @abstractmethod
     def _commit(self, commit: Commit) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Final
 from pxrs.errors import Conflict
 from pxrs.registry.contract import ABSENT, Registry
 
-_KEY: Final = "spark/registry"
+REGISTRY_ID: Final = "spark/registry"
 """Where the id is kept. The name is that of version 0.1, in which only the Spark sink asked for it."""
 
 
@@ -18,11 +18,11 @@ def fingerprint(registry: Registry) -> str:
     addressed in many ways."""
     while (found := known_fingerprint(registry)) is None:
         with contextlib.suppress(Conflict):  # another process created the id meanwhile; the loop reads it
-            registry.commit({_KEY: ABSENT}, {_KEY: uuid.uuid4().hex.encode()})
+            registry.commit({REGISTRY_ID: ABSENT}, {REGISTRY_ID: uuid.uuid4().hex.encode()})
     return found
 
 
 def known_fingerprint(registry: Registry) -> str | None:
     """As `fingerprint`, but None if the registry holds no id yet. Writes nothing."""
-    entry = registry.get(_KEY)
+    entry = registry.get(REGISTRY_ID)
     return None if entry is None else entry.value.decode()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import LeaseExpired
 from pxrs.registry.address import Address
-from pxrs.registry.contract import Commit, Entry, Limits, Registry
+from pxrs.registry.contract import Commit, Entry, Limits, Registry, Snapshot
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import PrefixWatch
@@ -53,6 +53,10 @@ class MemoryStore:
         with self._lock:
             self._end_expired()
             return self._state.scan(prefix, after, limit)
+
+    def snapshot(self) -> Snapshot:
+        with self._lock:
+            return Snapshot(self._state.persistent(), f"version {self._version}")
 
     def commit(self, commit: Commit) -> dict[str, int]:
         change = Change.of(commit)
@@ -174,6 +178,9 @@ class MemoryRegistry(Registry):
 
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
         return self._store.scan(prefix, after, limit)
+
+    def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
+        return self._store.snapshot()
 
     def _commit(self, commit: Commit) -> dict[str, int]:
         return self._store.commit(commit)

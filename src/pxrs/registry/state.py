@@ -66,6 +66,12 @@ class State:
                 continue
             yield Entry(key, record.value, record.version)
 
+    def persistent(self) -> tuple[Entry, ...]:
+        """All keys that belong to no lease, in order."""
+        return tuple(
+            Entry(key, record.value, record.version) for key, record in self.records.items() if record.lease is None
+        )
+
     def refusal(self, expect: Mapping[str, int], lease: str | None) -> Conflict | LeaseExpired | None:
         """Why a commit with these conditions may not happen now, or None if it may."""
         if lease is not None and lease not in self.leases:

@@ -29,6 +29,21 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All persistent keys of a registry as they were at one moment."""
+
+    entries: tuple[Entry, ...]
+    """In byte order of their keys."""
+    moment: str
+    """Which moment that was, in the words of the store, to be shown: "revision 512", say."""
+    unread: tuple[str, ...] = ()
+    """Keys that were there at the moment and whose values could not be read: they were deleted before the store, which
+    has no snapshots (ZooKeeper), was asked for them. Not among `entries`. Empty on every other store."""
+    seen: Mapping[str, bytes] = field(default_factory=dict)
+    """Values of keys that were read shortly before or after the moment, if there are keys in `unread`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """How much one commit may hold on a store. A caller that has more makes several commits."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from pxrs import __version__
 from pxrs.errors import InvalidArgument, PxrsError
+from pxrs.metrics.instruments import SERVER_CALL, SERVER_CALLS
 from pxrs.registry.lease import Lease
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
@@ -74,6 +76,18 @@ def _create_topic(served: Served, given: Given, at: float) -> Result:
     except TypeError as error:
         raise InvalidArgument(f"{given.call}: settings do not describe a topic: {error}") from error
     return {"topic": wire.topic_to_dict(served.hub.create_described(asked, by=served.caller.who).topic)}
+
+
+def _alter_topic(served: Served, given: Given, at: float) -> Result:
+    """By the fields of the description, as `log.topic` returns them; a time is in seconds."""
+    changes = given.mapping("changes")
+    if len(wire.dumps(changes)) > SETTINGS_BYTES_MAX:
+        raise InvalidArgument(f"{given.call}: the changes are longer than {SETTINGS_BYTES_MAX:,} bytes")
+    return {
+        "topic": wire.topic_to_dict(
+            served.hub.alter_described(given.text("topic"), changes, by=served.caller.who).topic
+        )
+    }
 
 
 def _delete_topic(served: Served, given: Given, at: float) -> Result:
@@ -219,6 +233,7 @@ CALLS: Final[dict[str, Function]] = {
     "log.damaged_topics": _damaged_topics,
     "log.topic": _topic,
     "log.create_topic": _create_topic,
+    "log.alter_topic": _alter_topic,
     "log.delete_topic": _delete_topic,
     "topic.bounds": _bounds,
     "topic.offset_at": _offset_at,
@@ -258,6 +273,17 @@ def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float
     function = CALLS.get(name)
     if function is None:
         raise unknown_call(name)
+    began, outcome = time.monotonic(), "error"
+    try:
+        found = _call(served, name, function, arguments, arrived_at)
+        outcome = "ok"
+        return found
+    finally:
+        SERVER_CALL.of(name).observe(time.monotonic() - began)
+        SERVER_CALLS.of(name, outcome).add()
+
+
+def _call(served: Served, name: str, function: Function, arguments: dict[str, Any], arrived_at: float) -> Result:
     served.check(name, arguments)
     try:
         return function(served, Given(name, arguments), arrived_at)

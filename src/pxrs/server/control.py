@@ -37,6 +37,7 @@ from pxrs.errors import Closed, InvalidArgument, PxrsError, WireMismatch
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.budget import Budget
+from pxrs.server.counts import note_refusal
 from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
 from pxrs.server.served import Send, Served
@@ -198,6 +199,7 @@ class ControlStream:
                 taken = await self._told.take(ANSWER_BYTES)
             answer = {"result": await self._result(name, found, arrived_at)}
         except PxrsError as error:
+            note_refusal(error)
             answer = {"error": wire.error_to_dict(error)}
         except Exception:
             _logger.exception("a call of a client failed: %s", str(name)[:100])

@@ -40,11 +40,13 @@ from pxrs.errors import (
     UnknownTopic,
 )
 from pxrs.log.batch import SCHEMA
+from pxrs.metrics.instruments import SERVER_RECEIVED, SERVER_SENT
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.auth.gate import Caller, unauthenticated
 from pxrs.server.budget import Budget
 from pxrs.server.control import ControlStream
+from pxrs.server.counts import CallCounts, CountedMessages, CountedReplies
 from pxrs.server.given import Given, parse
 from pxrs.server.pools import Pools, run
 from pxrs.server.reads import ReadStream, Room
@@ -106,6 +108,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._open_by_token: Counter[str] = Counter()
         """How many of them there are for each id of a token."""
         self._is_draining = False
+        self._counts = CallCounts()
         methods: dict[str, Method] = {
             "DoPut": self._do_put,
             "DoExchange": self._do_exchange,
@@ -117,7 +120,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             "GetSchema": _with_request(self._get_schema),
         }
         self._handlers = {
-            f"/{flight.SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(self._guarded(method))
+            f"/{flight.SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(self._guarded(name, method))
             for name, method in methods.items()
         }
 
@@ -197,8 +200,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _json(self, data: bytes, what: str) -> dict[str, Any]:
         return parse(data, what, self._limits.request_bytes_max)
 
-    def _guarded(self, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
+    def _guarded(self, name: str, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
         """The method; an error that it raises ends the call with a status."""
+        received, sent = SERVER_RECEIVED.of(name), SERVER_SENT.of(name)
 
         async def call(messages: Any, context: Any) -> None:
             # Counted until the status is sent. gRPC waits for a client that does not take what was sent before.
@@ -208,13 +212,14 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not know
                 # that the metadata is sent, and can send no status any more: the call would never end.
                 await context.send_initial_metadata(())
-                if self._is_draining:
-                    raise Closed("the server is stopping: connect again")
-                if self.open > self._limits.streams_max:
-                    raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
-                served = await self._by(context)
-                counted.enter_context(self._counted(served.caller))
-                await method(served, messages, context)
+                with self._counts.call(name):
+                    if self._is_draining:
+                        raise Closed("the server is stopping: connect again")
+                    if self.open > self._limits.streams_max:
+                        raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
+                    served = await self._by(context)
+                    counted.enter_context(self._counted(served.caller))
+                    await method(served, CountedMessages(messages, received), CountedReplies(context, sent))
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
             except Stalled as error:

@@ -21,7 +21,7 @@ from pxrs import grpc_fork  # first: it imports gRPC in its own way
 # isort: split
 import grpc
 
-from pxrs.errors import InvalidArgument
+from pxrs.errors import CannotListen
 from pxrs.hub import Hub
 from pxrs.remote import wire
 from pxrs.remote.heap import keep_freed_blocks
@@ -87,7 +87,7 @@ class Server:
         """Host and port, once it listens."""
 
     async def start(self) -> None:
-        """Listen. Raises InvalidArgument if the port cannot be had."""
+        """Listen. Raises CannotListen if the port cannot be had."""
         listen, credentials = self._settings.listen, self._settings.credentials
         try:
             if credentials is None:
@@ -96,9 +96,9 @@ class Server:
                 port = self._grpc.add_secure_port(listen, credentials)
         except RuntimeError as error:
             advice = "" if credentials is None else "; are the files of the certificate and its key valid PEM?"
-            raise InvalidArgument(f"cannot listen on {listen}: {error}{advice}") from error
+            raise CannotListen(f"cannot listen on {listen}: {error}{advice}") from error
         if not port:
-            raise InvalidArgument(f"cannot listen on {listen}: is the port in use?")
+            raise CannotListen(f"cannot listen on {listen}: is the port in use?")
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._grpc.start()
         if self._settings.auth is not None:

@@ -140,7 +140,7 @@ class Run:
 
     def _started(self, each: QueryRun) -> Any:
         writer = each.sink.stream(each.rows, self._address, each.output_mode)
-        writer = writer.option("checkpointLocation", str(each.checkpoint))
+        writer = writer.option("checkpointLocation", str(each.checkpoint)).queryName(each.name)
         if self._is_once:
             writer = writer.trigger(availableNow=True)
         elif each.every is not None:

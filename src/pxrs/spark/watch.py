@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from pxrs.metrics import instruments
 from pxrs.spark.progress import BatchReport, batch_of, short_reason
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class QueryWatch:
         self._spark, self._on_report, self._batches_max = spark, on_report, batches_max
         self._listener: Any = None
         self._changed = threading.Condition()
+        instruments.SPARK_LAG.watch(self, QueryWatch._lags)
+        instruments.SPARK_STATE.watch(self, QueryWatch._states)
         self._reports: dict[str, QueryReport] = {}
         """By run id, in the order of their starts. Guarded by `_changed`."""
 
@@ -111,6 +114,20 @@ class QueryWatch:
                 raise TimeoutError(f"Spark has not reported the end of the run {run_id} within {timeout_s:g} s")
             return _copied(self._reports[str(run_id)])
 
+    # For the metrics.
+
+    def _last_batches(self) -> list[tuple[str, BatchReport]]:
+        """The last batch of each query that runs."""
+        with self._changed:
+            running = [each for each in self._reports.values() if not each.is_ended]
+            return [(_label(each), each.last) for each in running if each.last is not None]
+
+    def _lags(self) -> list[instruments.Read]:
+        return [((query,), batch.lag) for query, batch in self._last_batches() if batch.lag is not None]
+
+    def _states(self) -> list[instruments.Read]:
+        return [((query,), batch.state_rows) for query, batch in self._last_batches()]
+
     def _is_ended(self, run_id: str) -> bool:
         return (found := self._reports.get(run_id)) is not None and found.is_ended
 
@@ -134,6 +151,9 @@ class QueryWatch:
             told = _copied(found)
             self._changed.notify_all()
         fields = {"query": told.name or told.run_id, "batch": batch.number, "rows": batch.rows, "lag": batch.lag}
+        instruments.SPARK_BATCHES.of(_label(told)).add()
+        instruments.SPARK_ROWS.of(_label(told)).add(batch.rows)
+        instruments.SPARK_BATCH.of(_label(told)).observe(batch.duration_ms / 1000)
         _logger.info(
             "query %(query)s: batch %(batch)s, %(rows)s rows, lag %(lag)s",
             fields,
@@ -149,6 +169,7 @@ class QueryWatch:
         if error is None:
             _logger.info("query %(query)s: ended after %(rows)s rows", fields, extra=fields)
         else:
+            instruments.SPARK_FAILURES.of(_label(told)).add()
             _logger.error("query %(query)s: failed after %(rows)s rows: %(error)s", fields, extra=fields)
         self._tell(told)
         # After the callback, so that `on_report` has been called for the end when `ended` returns.
@@ -167,6 +188,11 @@ class QueryWatch:
             self._on_report(report)
         except Exception:
             _logger.exception("on_report has failed for the query %s", report.name or report.run_id)
+
+
+def _label(report: QueryReport) -> str:
+    """The label of the metrics: the query's name, or the id of the run."""
+    return report.name or report.run_id
 
 
 def _copied(report: QueryReport) -> QueryReport:

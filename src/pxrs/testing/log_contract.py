@@ -113,6 +113,31 @@ class _Topics(LogFixtures):
         assert (deleted.value.id, deleted.value.is_made_again) == (topic.id, True)
         assert values_from(log.topic("orders"), 0) == []
 
+    def test_settings_are_changed_for_every_handle(self, log: Log, topic: TopicLog) -> None:
+        offsets_of(topic.append([Append.encoded(0, records([b"before"]))]))
+        changed = log.alter_topic("orders", {"retention_s": 60.0, "codec": "lz4", "keep_unread": True}).topic
+        assert (changed.id, changed.partitions, changed.revision) == (topic.id, 2, 1)
+        assert log.alter_topic("orders", {"codec": "lz4"}).topic == changed, "nothing is to be changed"
+        assert log.topics() == [changed]
+        assert log.topic("orders").topic == changed
+        assert log.topic("orders").keeps_unread
+        offsets_of(topic.append([Append.encoded(0, records([b"after"]))]))
+        assert values_from(topic, 0) == [b"before", b"after"]
+        assert log.alter_topic("orders", {"retention_s": None}).topic.retention_s is None
+        assert not log.topic("orders").keeps_unread, "without a retention nothing is ever removed"
+        for wrong in (
+            {"partitions": 4},
+            {"partitioner": "murmur2"},
+            {"id": "x"},
+            {"codec": "zip"},
+            {"segment_bytes": 1},
+        ):
+            with pytest.raises(InvalidTopic):
+                log.alter_topic("orders", wrong)
+        with pytest.raises(UnknownTopic):
+            log.alter_topic("missing", {"codec": "lz4"})
+        assert log.topics()[0].revision == 2
+
     def test_a_closed_log_refuses(self, log: Log, topic: TopicLog) -> None:
         log.close()
         log.close()

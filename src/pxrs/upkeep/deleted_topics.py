@@ -74,6 +74,21 @@ def forget_published(parts: HubParts, topic: str) -> None:
         _logger.warning("what queries have left of the deleted topic %s stays for a while: %s", topic, error)
 
 
+def forget_copies(parts: HubParts, topic: str) -> None:
+    """Remove the records of copies into a deleted topic. If that fails, a few hundred bytes for each of them stay."""
+    try:
+        if parts.belonging is not None and not parts.belonging.is_recorded():
+            return  # nothing was ever copied here: a copy has the registry recorded first
+        from pxrs.copying.records import copies_prefix
+
+        parts.check_registry()
+        registry = parts.registry.get()
+        for entry in registry.scan(copies_prefix(topic)):
+            registry.commit(delete=[entry.key])
+    except PxrsError as error:
+        _logger.warning("the records of copies into the deleted topic %s stay in the registry: %s", topic, error)
+
+
 def finish(parts: HubParts, topics: Collection[str]) -> None:
     """Remove the keys of topics whose deletion was cut short.
 

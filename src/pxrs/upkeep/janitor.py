@@ -25,6 +25,7 @@ from typing import Final
 from pxrs.errors import Closed, HubMoved, PxrsError, UsedAfterFork, WrongRegistry
 from pxrs.hub_parts import HubParts
 from pxrs.limited_log import Outage
+from pxrs.metrics.instruments import UPKEEP_ERRORS, UPKEEP_ROUND, UPKEEP_ROUNDS
 from pxrs.model import Topic
 from pxrs.upkeep.duties import Round
 from pxrs.upkeep.election import Election, Known, Role, Standing
@@ -274,6 +275,9 @@ class Janitor:
             refusal=standing.error,
         )
         report = work.run(topics, with_others=with_others, by=self._election.incarnation)
+        UPKEEP_ROUNDS.of().add()
+        UPKEEP_ROUND.of().observe(report.took_s)
+        UPKEEP_ERRORS.of().add(len(work.errors))
         for subject, error in work.errors.items():
             self._note(subject, error)
         for subject in work.done:

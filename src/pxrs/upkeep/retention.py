@@ -35,6 +35,7 @@ def retain(parts: HubParts, log: TopicLog) -> dict[int, int]:
     RetentionPostponed, with nothing removed, if this process may remove nothing."""
     if parts.log.is_kept_by_server:
         raise LogNotWritable(parts.url, f"{parts.url}: its server does the retention of {log.name}, and no client may")
+    log.refresh()
     if not log.keeps_unread:
         return log.retain(log.clock.wall_time_us())
     if parts.belonging is not None:

@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 import pxrs
+from pxrs.cli.exits import exit_codes
+from pxrs.cli.monitoring import MetricsListen
 from pxrs.cli.pipeline.file import load
+from pxrs.cli.pipeline.health import Health
 from pxrs.cli.pipeline.history import run_history
 from pxrs.cli.pipeline.progress import shown
 from pxrs.cli.pipeline.signals import Signals
@@ -51,6 +54,7 @@ def _pipelines() -> None:
 
 # Over the limit: the parameters are the options of the command, one by one, and the help is made of them.
 @app.command()
+@exit_codes()
 def run(
     file: Annotated[Path, typer.Argument(help="A Python file with functions under @pipeline.")],
     at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
@@ -79,27 +83,35 @@ def run(
     ] = None,
     create_topics: Annotated[bool, typer.Option("--create-topics", help="Create the topics that are missing.")] = False,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish the current batch when stopped.")] = 60.0,
+    metrics_listen: MetricsListen = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print what Spark logs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
 ) -> None:
     """Run the pipelines of a file, until SIGTERM or Ctrl-C; a second one does not wait.
 
     They finish the current batch, and the next run goes on where they were. Exit code: 0 after a graceful end, 1 if a
-    pipeline failed, 2 if a pipeline is not valid.
+    pipeline failed, 2 if a pipeline is not valid, 3 if another start cannot help.
     """
     if not history and (write or since or until):
         raise typer.BadParameter("--write, --since and --until go with --history")
     if history and once:
         raise typer.BadParameter("--history ends by itself; --once is for streams")
+    if history and metrics_listen is not None:
+        raise typer.BadParameter("--history ends by itself; --metrics-listen is for streams")
     address = HubAddress(_directory(at, create_topics), registry)
     if registry is not None and parse(registry).scheme == "memory":
         raise typer.BadParameter("memory: exists in one process only, and Spark has several")
     if checkpoints is None and is_server(address.url):
         raise typer.BadParameter("the hub is behind a server: say where Spark keeps its checkpoints, --checkpoints DIR")
     folder = (checkpoints or Path(address.url, "pipelines")).absolute()
+    health = Health(as_json)
     try:
         pipelines = _chosen(load(file), names or [])
-        with pxrs.open(address.url, registry) as hub, nullcontext() if history else Signals() as signals:
+        with (
+            pxrs.open(address.url, registry) as hub,
+            nullcontext() if history else Signals() as signals,
+            health.answered(metrics_listen),
+        ):
             check_sources(hub, pipelines)
             if create_topics:
                 for topic in missing_topics(hub, pipelines):
@@ -118,7 +130,7 @@ def run(
                 signals.listen()  # Spark has installed a handler of its own for Ctrl-C
                 running = Run(spark, hub, pipelines, address, folder, once)
                 if not signals.received:
-                    _follow(running, signals, grace, as_json)
+                    _follow(running, signals, grace, as_json, health)
     except InvalidPipeline as error:
         tell_error(error_text(error), type(error).__name__)
         raise typer.Exit(EXIT_BAD_FILE) from None
@@ -126,7 +138,7 @@ def run(
         raise PipelineFailed(f"the pipeline {running.failed.name} has failed: {running.failed.error}")
 
 
-def _follow(running: Run, signals: Signals, grace_s: float, as_json: bool) -> None:
+def _follow(running: Run, signals: Signals, grace_s: float, as_json: bool, health: Health) -> None:
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 
     running.start()
@@ -139,6 +151,7 @@ def _follow(running: Run, signals: Signals, grace_s: float, as_json: bool) -> No
                     raise PipelineFailed(f"Spark has ended: {short_reason(str(error))}") from error
                 return  # the signal that stops this process has ended Spark too; the next run goes on from there
             show.update()
+            health.update(running)
             if running.is_over:
                 return
             heard = signals.wait(LOOK_STOPPING_S if running.is_stopping else LOOK_S)

@@ -30,7 +30,7 @@ from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.producers_file import load_producers, producers_path
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import NOTHING, Published, PublishedFile
-from pxrs.log.directory.reserved import read_reserved
+from pxrs.log.directory.reserved import is_reserved, read_reserved
 from pxrs.log.directory.scanning import is_later_than, next_run
 from pxrs.log.directory.sealed import index_path
 from pxrs.log.directory.segments.files import segment_bases, segment_path
@@ -134,12 +134,12 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
         )
     if what is not None:
         yield _of_topic(name, folder / "topic.json", what)
-    is_synced = topic is None or topic.durability == "disk"
     for number in sorted(numbers | there):
         # A folder is named by the id of its topic. A folder in place of the link was made by hand: see `topic.json`.
         identity = place_id(folder.name if topic is None or link.is_symlink() else topic.id, number)
         partition = str(folder / "partitions" / f"partition-{number}")
-        place = _Place(name, number, partition, identity, is_synced, topic is None or topic.is_retained)
+        is_certain = (topic is None or topic.durability == "disk") and not is_reserved(partition)
+        place = _Place(name, number, partition, identity, is_certain, topic is None or topic.is_retained)
         yield from _check_partition(place)
 
 

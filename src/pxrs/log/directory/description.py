@@ -31,12 +31,10 @@ _LOOKS_MAX: Final = 1000
 
 
 def write_topic(folder: Path, topic: Topic) -> None:
-    """Write `topic.json` of a topic, durably; the caller syncs the folder."""
-    with open(folder / META, "w") as file:
-        described = asdict(topic)
-        json.dump({**described, _CHECKSUM: _checksum(described)}, file, indent=2)
-        file.flush()
-        disk.sync_data(file.fileno())
+    """Write `topic.json` of a topic, durably: readers find the former file or this one. The caller syncs the folder."""
+    described = asdict(topic)
+    text = json.dumps({**described, _CHECKSUM: _checksum(described)}, indent=2)
+    disk.replace_file(str(folder / META), text.encode(), is_durable=True, mode=0o666)
 
 
 def read_topic(path: Path) -> Topic:

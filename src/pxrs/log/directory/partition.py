@@ -66,44 +66,33 @@ from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import NOTHING, Published, PublishedFile
 from pxrs.log.directory.reading import Reader
 from pxrs.log.directory.recovery import Recovery
-from pxrs.log.directory.reserved import RESERVED, RESERVED_OFFSETS, dump_reserved, read_reserved
+from pxrs.log.directory.reserved import Reservation
 from pxrs.log.directory.sealed import index_path
 from pxrs.log.directory.segments.files import segment_bases, segment_path
 from pxrs.log.directory.segments.frames import frames
 from pxrs.log.directory.segments.writing import OpenSegment, next_segment
-from pxrs.log.directory.start import write_start
+from pxrs.log.directory.settings import TopicSettings
+from pxrs.log.directory.start import note_start, write_start
 from pxrs.log.directory.tail import Tail
 from pxrs.log.directory.unwritable import UnwritablePublished
 from pxrs.log.outcomes import Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming
+from pxrs.metrics.instruments import UPKEEP_REMOVED
 
 _logger = logging.getLogger(__name__)
 
 
+# Over the limit: appending, rolling, removing and recovering share the append lock and what is known of the tail.
 class Partition:
     """A handle of this process. Threads share it."""
 
-    def __init__(
-        self,
-        folder: str,
-        place: str,
-        place_id: int,
-        *,
-        segment_bytes: int,
-        timeout: float,
-        is_synced: bool = True,
-        is_retained: bool = False,
-        segment_s: float | None = None,
-    ) -> None:
-        """`place` names the partition in messages, `place_id` in files; `is_synced` is the choice of durability;
-        `is_retained`: the topic has a retention setting; `segment_s`: how long a segment takes appends, None for ever.
-        """
+    def __init__(self, folder: str, place: str, place_id: int, settings: TopicSettings, timeout: float) -> None:
+        """`place` names the partition in messages, `place_id` in files; `settings` are those of the topic."""
         self.folder, self.place, self._place_id = folder, place, place_id
-        self._segment_bytes, self._timeout = segment_bytes, timeout
-        self._segment_us = None if segment_s is None else int(segment_s * 1_000_000)
-        self._is_synced = is_synced
-        self._reserved = 0
-        """Offsets below this one are reserved, as far as this process knows; another one may have reserved more."""
+        self._settings, self._timeout = settings, timeout
+        self._topic = settings.topic
+        """The settings in force: read again under the append lock."""
+        self._reservation = Reservation(folder, place, place_id)
         self._appending = threading.Lock()
         """Held by the thread of this process that has the append lock, or waits for it."""
         self._refusal: OSError | None = None
@@ -114,9 +103,9 @@ class Partition:
         error, when everything is read again from the files."""
         self._checked_segment = -1
         """The last segment that this process has found to have all its published bytes."""
-        self.reader = Reader(folder, place, place_id, self.published, is_retained=is_retained)
+        self.reader = Reader(folder, place, place_id, self.published, is_retained=lambda: settings.topic.is_retained)
         self._recovery = Recovery(
-            folder, place, place_id, self._published, is_synced=is_synced, known_start=self.reader.known_start
+            folder, place, place_id, self._published, is_synced=self._is_all_synced, known_start=self.reader.known_start
         )
 
     def _open_files(self) -> tuple[PublishedFile, AppendLock | None]:
@@ -132,7 +121,17 @@ class Partition:
             if not isinstance(error, OSError) or disk.denied(error) is None:
                 raise
             self._refusal = error
-        return UnwritablePublished(self.folder, path, self.place, self._place_id, is_synced=self._is_synced), None
+        return UnwritablePublished(self.folder, path, self.place, self._place_id, is_synced=self._is_all_synced), None
+
+    @property
+    def _is_synced(self) -> bool:
+        """Whether each append is synced: the choice of durability."""
+        return self._topic.durability == "disk"
+
+    def _is_all_synced(self) -> bool:
+        """Whether every published message was synced. A partition whose topic had durability "os" before has appends
+        that were not, until the next segment begins: then `reserved` is there."""
+        return self._is_synced and not self._reservation.is_there
 
     def end_problem(self) -> str | None:
         """Why the published end is only a lower bound; None if it is exact."""
@@ -184,12 +183,12 @@ class Partition:
         """Write the batches behind the published end, each with its offset; sync and publish them."""
         size = sum(append.payload.frame_bytes for append, _ in new)
         if published.segment_bytes and (
-            published.segment_bytes + size > self._segment_bytes or self._is_old(tail, clock.wall_time_us())
+            published.segment_bytes + size > self._topic.segment_bytes or self._is_old(tail, clock.wall_time_us())
         ):
             published, tail = self._roll(published, tail)
         pieces, headers = self._frames(tail, new)
         if not self._is_synced:
-            self._reserve(headers[-1].next_offset)
+            self._reservation.extend(headers[-1].next_offset)
         try:
             tail.segment.write(pieces, published.segment_bytes)
         except OSError as error:
@@ -233,7 +232,8 @@ class Partition:
         """Whether the segment has taken appends for `segment_s`. Without this limit a few messages now and then would
         keep the segment young for ever, and nothing in it would become old enough to be removed. A first frame that was
         stored `segment_s` later than now, by a clock that was ahead, counts as old too."""
-        return self._segment_us is not None and abs(now - tail.index.first_stored) >= self._segment_us
+        age_s = self._topic.segment_age_s
+        return age_s is not None and abs(now - tail.index.first_stored) >= int(age_s * 1_000_000)
 
     def _current(self) -> tuple[Published, Tail]:
         """The published end, and the tail as far as it is published. Repairs what a writer that died has left. The
@@ -274,7 +274,7 @@ class Partition:
         self._recovery.tell_early_end(published.end, first)
         gap = self._recovery.gap(published.end, first)
         if not self._is_synced:
-            self._reserve(first)
+            self._reservation.extend(first)
         tail.segment.write([gap], published.segment_bytes)
         if self._is_synced:  # if that fails, the next append cuts the gap off and writes it again
             tail.segment.sync()
@@ -292,8 +292,9 @@ class Partition:
         path = segment_path(self.folder, published.end)
         # True if the first append to the old segment could not be synced: the new one has the same name.
         is_same = published.end == old.base
+        is_all_synced = self._is_all_synced()
         try:
-            if not self._is_synced:
+            if not is_all_synced:
                 self._sync_whole(old, published)
             state = dump_producers(old.producers, self._place_id, published.end)
             replace_file(producers_path(path), state, is_durable=True)
@@ -303,7 +304,10 @@ class Partition:
         except OSError as error:
             raise self._failed(error) from error
         tail = self._tail = Tail(segment, self._place_id, old.producers)
-        return self._published.write(published, published.end, 0, published.end), tail
+        published = self._published.write(published, published.end, 0, published.end)
+        if self._is_synced and not is_all_synced:
+            self._reservation.end()
+        return published, tail
 
     def _sync_whole(self, tail: Tail, published: Published) -> None:
         """Sync a segment whose appends were not synced, before the next one is made. If that fails, the system may have
@@ -321,19 +325,6 @@ class Partition:
         except OSError:
             self._published.write(published, *published[1:4], is_suspect=True)
             raise
-
-    def _reserve(self, end: int) -> None:
-        """Before offsets below `end` are given to messages without a sync: record on disk that they are, so that no
-        process gives them to other messages after a start of the machine."""
-        if end <= self._reserved:
-            return
-        reserved = read_reserved(self.folder, self._place_id)
-        if end > reserved:
-            reserved = end + RESERVED_OFFSETS
-            replace_file(f"{self.folder}/{RESERVED}", dump_reserved(reserved, self._place_id), is_durable=True)
-        # Also if another process has written the file: it may have died before it synced the folder.
-        disk.sync_folder(self.folder)
-        self._reserved = reserved
 
     def _cut(self, published: Published, tail: Tail) -> bool:
         """Remove what was written behind the published end. False if that fails: the next append tries again."""
@@ -368,9 +359,14 @@ class Partition:
             if published.segment_bytes and stored < before:
                 self._roll(published, tail)
 
-    def drop_before(self, keep: int) -> int:
-        """Remove the sealed segments that end at or before this offset. Returns the new start. Only unlinks (L2)."""
+    def drop_before(self, keep: int, revision: int | None = None) -> int | None:
+        """Remove the sealed segments that end at or before this offset. Returns the new start. Only unlinks (L2).
+
+        revision: remove nothing, and return None, if the topic has other settings by now than those of this revision,
+        by which the offset was chosen."""
         with self._exclusive():
+            if revision is not None and self._topic.revision != revision:
+                return None
             published, _ = self._current()
             bases = segment_bases(self.folder)
             dropped = [(base, after) for base, after in pairwise(bases) if after <= min(keep, published.end)]
@@ -382,10 +378,33 @@ class Partition:
                 path = segment_path(self.folder, base)
                 for file in (path, index_path(path), producers_path(path)):
                     with contextlib.suppress(FileNotFoundError):
+                        size = os.stat(file).st_size
                         os.unlink(file)
+                        UPKEEP_REMOVED.of(self.place.rpartition("/")[0]).add(size)
                 # After each one, so that a power loss cannot bring back an older segment without the one behind it.
                 disk.sync_folder(self.folder)
             return self.reader.forget_dropped()
+
+    def note_start(self) -> None:
+        """Write the file `start` if it is missing, before the topic gets its first retention setting or loses its last
+        one: without the file, the setting tells what a missing first segment means (`start.py`)."""
+        with self._exclusive():
+            note_start(self.folder, self._place_id)
+
+    def settle(self) -> None:
+        """Take the settings of the topic into use, after they were changed. When this returns, no process appends or
+        removes anything by the former ones; and if each append is to be synced from now on, all earlier ones are."""
+        with self._exclusive():
+            published, tail = self._current()
+            if self._is_synced and not self._is_all_synced():
+                self._roll(published, tail)
+
+    def _take_settings(self) -> None:
+        """Under the append lock: use the settings as they are now."""
+        topic = self._settings.look()
+        if topic is not self._topic:
+            self._topic = topic
+            self._reservation.forget()
 
     # The lock.
 
@@ -404,6 +423,7 @@ class Partition:
                     what = "somebody has removed it; open the log again, in every process"
                     raise DamagedFrame(self._published.path, 0, what)
                 lock.check_in_place()
+                self._take_settings()
                 yield
             except (UnknownProducer, SequenceGap):  # the append was refused before anything was changed
                 raise

@@ -41,10 +41,16 @@ class Reader:
     """A handle of this process. Threads share it."""
 
     def __init__(
-        self, folder: str, place: str, place_id: int, published: Callable[[], Published], *, is_retained: bool
+        self,
+        folder: str,
+        place: str,
+        place_id: int,
+        published: Callable[[], Published],
+        *,
+        is_retained: Callable[[], bool],
     ) -> None:
         """`place` names the partition in messages, `place_id` in files; `published` tells what may be read;
-        `is_retained`: the topic has a retention setting."""
+        `is_retained`: whether the topic has a retention setting."""
         self.folder, self.place, self._place_id, self._published = folder, place, place_id, published
         self._is_retained = is_retained
         self._cache = threading.Lock()  # guards the fields below
@@ -52,6 +58,8 @@ class Reader:
         self._mapped: OrderedDict[int, Sealed] = OrderedDict()
         self._last_times: dict[int, int] = {}
         self._seen = _Seen(-1)
+        self._met_damage_with: tuple[tuple[int, ...], int] | None = None
+        """The segments that were there, and the inode of the damaged file, when `read` last met damage."""
 
     def start(self) -> int:
         """The first offset that must be there. If the segment that holds it is missing, `read` raises the error."""
@@ -65,9 +73,35 @@ class Reader:
     def known_start(self) -> int | None:
         """The first offset by the file `start`; None if it is not known. Call it after the segments are listed, because
         retention writes `start` before it unlinks segments."""
-        return read_start(self.folder, self._place_id, is_retained=self._is_retained)
+        return read_start(self.folder, self._place_id, is_retained=self._is_retained())
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
+        try:
+            return self._read(offset, max_bytes)
+        except DamagedFrame as damage:
+            if not self._was_repaired(damage):
+                raise
+        return self._read(offset, max_bytes)
+
+    def _was_repaired(self, damage: DamagedFrame) -> bool:
+        """Whether the files are others than when damage was last met here: then forget what is known of them. A repair
+        makes new segments, which an open reader would not look for (`repair.py`)."""
+        with contextlib.suppress(OSError), self._cache:
+            bases = segment_bases(self.folder)
+            try:
+                inode = os.stat(damage.file).st_ino
+            except FileNotFoundError:
+                inode = 0
+            if (seen := (tuple(bases), inode)) != self._met_damage_with:
+                self._met_damage_with = seen
+                self._bases = bases
+                self._mapped.clear()
+                self._last_times.clear()
+                self._seen = _Seen(-1)
+                return True
+        return False
+
+    def _read(self, offset: int, max_bytes: int) -> list[Batch]:
         try:
             published = self._published()
         except DamagedFrame:

@@ -46,10 +46,11 @@ class Recovery:
         place_id: int,
         published: PublishedFile,
         *,
-        is_synced: bool,
+        is_synced: Callable[[], bool],
         known_start: Callable[[], int | None],
     ) -> None:
-        """place, place_id: name the partition in messages and in files. is_synced: the choice of durability.
+        """place, place_id: name the partition in messages and in files. is_synced: whether every
+        published message was synced.
         known_start: the first offset that retention has left; None if that is not known."""
         self.folder, self.place, self._place_id = folder, place, place_id
         self._published, self._is_synced, self._known_start = published, is_synced, known_start
@@ -164,7 +165,7 @@ class Recovery:
         known = self._published.whole()
         last = self._published.last()
         # Published messages are lost only by a power loss, and only where appends are not synced.
-        is_lossy = not self._is_synced and not self._published.is_of_this_boot()
+        is_lossy = not self._is_synced() and not self._published.is_of_this_boot()
         reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
         segment = OpenSegment.open(self.folder, self._last_base(last), is_created=True)
         try:

@@ -14,7 +14,7 @@ from typing import Final
 from pxrs import disk
 from pxrs.disk import read_with_checksum, replace_file, with_checksum
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.directory.segments.files import segment_path
+from pxrs.log.directory.segments.files import segment_bases, segment_path
 
 NAME: Final = "start"
 _ADVICE: Final = "remove it: the first segment that is there is then taken for the beginning"
@@ -42,6 +42,14 @@ def write_start(folder: str, place: int, offset: int) -> None:
     """Write the file, durably. The caller holds the append lock."""
     replace_file(f"{folder}/{NAME}", with_checksum(f"{offset} {place:016x}"), is_durable=True)
     disk.sync_folder(folder)
+
+
+def note_start(folder: str, place: int) -> None:
+    """Write the file if it is missing: the first segment that is there is the beginning. The caller holds the append
+    lock."""
+    if read_start(folder, place, is_retained=True) is None:
+        bases = segment_bases(folder)
+        write_start(folder, place, bases[0] if bases else 0)
 
 
 def missing_before(folder: str, start: int, first: int) -> DamagedFrame:

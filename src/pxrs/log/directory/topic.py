@@ -37,6 +37,7 @@ from pxrs.log.directory.partition import Partition
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.retaining import keep_from, oldest_kept
+from pxrs.log.directory.settings import TopicSettings
 from pxrs.log.directory.tailing import Tailer
 from pxrs.log.directory.topic_folder import TopicFolder
 from pxrs.log.directory.topic_names import sync_names
@@ -46,13 +47,14 @@ from pxrs.model import Topic
 from pxrs.waiting import Callback, Subscription
 
 
+# Over the limit: it has every operation of a log's topic, and each translates the errors of the files that it uses.
 class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
 
     def __init__(self, topic: Topic, folder: Path, timeout: float, place: OpenedDirectory, tailer: Tailer) -> None:
         """place: the directory of the whole log. tailer: the tailer of the whole log."""
-        self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
-        self.keeps_unread = topic.keeps_unread
+        self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
+        self._settings = TopicSettings(topic, folder)
         self.is_name_durable = False
         """Whether this process knows that the topic's link, and the folders that hold it, are on the medium."""
         self._folder = TopicFolder(topic.name, topic.id, folder, place)
@@ -66,6 +68,21 @@ class DirectoryTopic(TopicLog):
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
+
+    @property
+    def topic(self) -> Topic:  # type: ignore[override]  # another process may change the settings
+        return self._settings.topic
+
+    @property
+    def keeps_unread(self) -> bool:  # type: ignore[override]
+        return self._settings.topic.keeps_unread
+
+    def refresh(self) -> None:
+        self._settings.look()
+
+    def adopt(self, topic: Topic) -> None:
+        """Take over a description of this topic that was read from its file."""
+        self._settings.adopt(topic)
 
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
         found: dict[int, Bounds] = {}
@@ -239,13 +256,14 @@ class DirectoryTopic(TopicLog):
 
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
+        topic = self._settings.look()
         for number in range(self.partitions):
             try:
                 with self._reading(number) as partition:
-                    if self.topic.retention_s is not None:
-                        partition.seal(oldest_kept(self.topic.retention_s, now))
+                    if topic.retention_s is not None:
+                        partition.seal(oldest_kept(topic.retention_s, now))
                     segments = partition.reader.sealed_segments()
-                    keep = keep_from(self.topic, segments, partition.published().segment_bytes, now)
+                    keep = keep_from(topic, segments, partition.published().segment_bytes, now)
                     keep = min(keep, (unread or {}).get(number, keep))
                     # Whole segments are removed: the start is the end of the last one of which nothing is kept.
                     dropped = [each.following for each in segments if each.following <= keep]
@@ -255,18 +273,45 @@ class DirectoryTopic(TopicLog):
                 plan.errors.append(error)
         return plan
 
-    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
+        """As in `TopicLog`. Where the settings are changed meanwhile, nothing is removed: the next retention does."""
+        revision = self._settings.look().revision
+        plan = self.plan_retention(now, unread)
+        moved = self.trim(plan.starts, revision)
+        if plan.errors:
+            raise plan.errors[0]
+        return moved
+
+    def trim(self, starts: Mapping[int, int], revision: int | None = None) -> dict[int, int]:
+        """As in `TopicLog`. revision: see `Partition.drop_before`."""
         moved = {}
         errors: list[LogError] = []
         for number, start in starts.items():
             try:
                 with self._reading(number) as partition:
-                    moved[number] = partition.drop_before(start)
+                    if (dropped := partition.drop_before(start, revision)) is not None:
+                        moved[number] = dropped
             except LogError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
         return moved
+
+    def prepare(self, after: Topic) -> None:
+        """Before the topic gets these settings: if they are its first retention or take the last one away, see
+        `Partition.note_start`."""
+        if self.topic.is_retained != after.is_retained:
+            for number in range(self.partitions):
+                with self._reading(number) as partition:
+                    partition.note_start()
+
+    def settle(self, before: Topic) -> None:
+        """After the settings were changed from these: see `Partition.settle`."""
+        after = self._settings.look()
+        if before.durability != after.durability or before.keeps_unread != after.keeps_unread:
+            for number in range(self.partitions):
+                with self._reading(number) as partition:
+                    partition.settle()
 
     def _partition(self, number: int) -> Partition:
         self._check_usable(number)
@@ -289,11 +334,8 @@ class DirectoryTopic(TopicLog):
                         self.partition_folder(number),
                         f"{self.name}/{number}",
                         place_id(self.id, number),
-                        segment_bytes=self.topic.segment_bytes,
-                        timeout=self._timeout,
-                        is_synced=self.topic.durability == "disk",
-                        is_retained=self.topic.is_retained,
-                        segment_s=self.topic.segment_age_s,
+                        self._settings,
+                        self._timeout,
                     )
         return found
 

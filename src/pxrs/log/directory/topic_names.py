@@ -38,7 +38,7 @@ class TopicNames:
         """Make the link. Raises FileExistsError if the name is taken by a topic whose folder is there."""
         link = self.links / name
         if _is_dangling(link):  # somebody has removed the topic's folder by hand
-            with self._locked():
+            with self.locked():
                 if _is_dangling(link):
                     os.unlink(link)
         os.symlink(_target(topic_id), link)
@@ -60,17 +60,17 @@ class TopicNames:
     def release(self, name: str) -> str:
         """Move the link of a topic away, which deletes the topic. Returns the name of the folder that the link pointed
         to. Raises FileNotFoundError if another process has deleted the topic."""
-        with self._locked():
+        with self.locked():
             link = self.links / name
             target = os.readlink(link)
             os.rename(link, self.links / f".deleted-{uuid.uuid4().hex}")
             return os.path.basename(target)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Hold the lock of the folder `topics`. A process must hold it to remove the link of a topic, so that it
         removes the link that it has read, and not that of a topic which another process has created meanwhile under the
-        same name. Creating a link needs no lock."""
+        same name; and to change the settings of a topic. Creating a link needs no lock."""
         descriptor = os.open(self.links, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             until = time.monotonic() + self._timeout

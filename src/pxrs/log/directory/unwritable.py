@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from pxrs.errors import DamagedFrame
@@ -36,8 +37,9 @@ class UnwritablePublished(PublishedFile):
     """The file `published`, open for reading. Threads share it. The file may be missing: the first process that opens
     the partition with write permission creates it before the first segment."""
 
-    def __init__(self, folder: str, path: str, place: str, place_id: int, *, is_synced: bool) -> None:
-        """place, place_id: name the partition in messages and in files. is_synced: the choice of durability."""
+    def __init__(self, folder: str, path: str, place: str, place_id: int, *, is_synced: Callable[[], bool]) -> None:
+        """place, place_id: name the partition in messages and in files. is_synced: whether every published message
+        was synced."""
         self._folder, self._name, self._place_id, self._is_synced = folder, place, place_id, is_synced
         self._opening = threading.Lock()
         self._is_open = self._is_closed = False
@@ -106,7 +108,7 @@ class UnwritablePublished(PublishedFile):
         bases = segment_bases(self._folder)
         published = NOTHING
         if self._open():
-            published = self.whole() or (self.last() if self._is_synced else NOTHING)
+            published = self.whole() or (self.last() if self._is_synced() else NOTHING)
         if bases and bases[-1] > published.end:
             published = Published(0, bases[-1], 0, bases[-1])
         return bases, published

@@ -59,6 +59,10 @@ class Fault:
         return self.kind(f"{where}: {self.text}")
 
 
+class Compacted(RegistryUnavailable):
+    """The revision that was asked for is no longer kept. Read at a newer one."""
+
+
 def _corrupt(text: str) -> RegistryError:
     where, _, what = text.partition(f": {_ANSWER}")
     return RegistryCorrupt(where, what)
@@ -82,6 +86,7 @@ _KNOWN: tuple[tuple[str, str, Proof, Callable[[str], RegistryError]], ...] = (
     ("INVALID_ARGUMENT", "etcdserver: revision of auth store is old", Proof.LOGIN, AccessDenied),
     ("INVALID_ARGUMENT", "etcdserver: authentication failed", Proof.FINAL, AccessDenied),
     ("PERMISSION_DENIED", "etcdserver: permission denied", Proof.FINAL, AccessDenied),
+    ("OUT_OF_RANGE", "required revision has been compacted", Proof.FINAL, Compacted),
     ("DATA_LOSS", "etcdserver: corrupt cluster", Proof.FINAL, _corrupt),
 )
 

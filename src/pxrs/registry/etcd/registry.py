@@ -21,8 +21,9 @@ from typing import Any, Final
 from pyetcd import etcdrpc as rpc
 
 from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, StorageFull
-from pxrs.registry.contract import ABSENT, Commit, Entry, Limits, Registry
+from pxrs.registry.contract import ABSENT, Commit, Entry, Limits, Registry, Snapshot
 from pxrs.registry.etcd.connection import Certificates
+from pxrs.registry.etcd.faults import Compacted
 from pxrs.registry.etcd.lease import Granted, attach, begin, lease_key
 from pxrs.registry.etcd.link import Link, Login
 from pxrs.registry.etcd.narrowing import Narrowing
@@ -35,6 +36,8 @@ from pxrs.registry.watch import PrefixWatch
 LIMITS: Final = Limits(commit_keys_max=127, commit_bytes_max=1_400_000, value_bytes_max=1 << 20)
 
 PAGE_KEYS_FIRST, PAGE_KEYS_MAX, PAGE_BYTES = 100, 5_000, 4 << 20
+SNAPSHOTS_MAX: Final = 5
+"""How often a snapshot is begun because etcd's history was compacted meanwhile."""
 # Names with a `;` are ours alone.
 _OURS, _ROOM = b";", b";room"
 _VERSION_MAX = 2**63 - 1
@@ -96,6 +99,34 @@ class EtcdRegistry(Registry):
                 self._narrowing.learn(root, counts[0] if counts else 0, widened, head)
                 break
         return entries
+
+    def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
+        """Page by page, all of the revision of the first page. If etcd's history is compacted meanwhile, that revision
+        is gone, and the reading begins again."""
+        for left in reversed(range(SNAPSHOTS_MAX)):
+            try:
+                return self._read_at_one_revision()
+            except Compacted:
+                if not left:
+                    raise
+        raise AssertionError("the last round returns or raises")
+
+    def _read_at_one_revision(self) -> Snapshot:
+        first, end, start = self._root, _end_of(self._root), len(self._root)
+        entries: list[Entry] = []
+        revision, page_keys = 0, PAGE_KEYS_FIRST
+        while True:
+            page = self._range(rpc.RangeRequest(key=first, range_end=end, limit=page_keys, revision=revision))
+            revision = revision or page.header.revision
+            entries += [
+                Entry(found.key[start:].decode(), found.value, found.mod_revision)
+                for found in page.kvs
+                if not found.lease and not found.key.startswith(_OURS, start)
+            ]
+            if not page.more:
+                return Snapshot(tuple(entries), f"revision {revision}")
+            first = page.kvs[-1].key + b"\0"
+            page_keys = max(1, min(PAGE_KEYS_MAX, PAGE_BYTES * len(page.kvs) // page.ByteSize()))
 
     def _pages(self, first: bytes, end: bytes, wanted: int, counts: list[int]) -> Iterator[Entry]:
         """The first entries of a range; appends how many keys etcd counted for each answer."""

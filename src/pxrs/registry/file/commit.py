@@ -34,7 +34,7 @@ from pxrs.errors import (
     RegistryUnavailable,
     StorageFull,
 )
-from pxrs.registry.contract import Commit, Entry
+from pxrs.registry.contract import Commit, Entry, Snapshot
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.file.folder import Generation
 from pxrs.registry.file.journal import Journal, NotMade, Published
@@ -131,6 +131,18 @@ class SharedJournal:
                     self._settle(number, generation)
                     return entries
             self.end_or_hide(over)
+
+    def snapshot(self) -> Snapshot:
+        """The persistent keys after one entry of the journal, all of it synced."""
+        with self.os_errors():
+            with self.lock:
+                if not self.is_made():
+                    return Snapshot((), "journal number 0")
+                self.catch_up()
+                entries = self.journal.state.persistent()
+                number, generation = self.journal.number, self.journal.generation
+            self._settle(number, generation)
+        return Snapshot(entries, f"journal number {number}")
 
     def _settle(self, number: int, generation: Generation) -> None:
         """Sync the entries up to this number, which other processes may have published and not synced yet: no caller

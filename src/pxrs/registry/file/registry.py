@@ -10,13 +10,13 @@ RegistryNotWritable before anything is written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from pxrs.clock import SYSTEM
 from pxrs.errors import LeaseExpired, OutcomeUnknown, RegistryUnavailable
-from pxrs.registry.contract import Commit, Entry, Limits, Registry
+from pxrs.registry.contract import Commit, Entry, Limits, Registry, Snapshot
 from pxrs.registry.file.commit import SharedJournal
 from pxrs.registry.file.lease import FileLease, LeaseFile, is_over, read
 from pxrs.registry.file.watch import FileWatcher
@@ -49,6 +49,9 @@ class FileRegistry(Registry):
 
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
         return self.shared.read(lambda state: state.scan(prefix, after, limit, self.shared.gone))
+
+    def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
+        return self.shared.snapshot()
 
     def _commit(self, commit: Commit) -> dict[str, int]:
         return self.shared.commit(commit)

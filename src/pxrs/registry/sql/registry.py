@@ -29,7 +29,7 @@ from typing import Final, Protocol, TypeVar
 from pxrs.clock import Clock
 from pxrs.errors import AccessDenied, LeaseExpired, RegistryUnavailable
 from pxrs.registry.address import Address
-from pxrs.registry.contract import Commit, Entry, Limits, Registry, SqlPlace
+from pxrs.registry.contract import Commit, Entry, Limits, Registry, Snapshot, SqlPlace
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.sql.commit import CommitPlan, LeasesDue
@@ -87,6 +87,8 @@ def open_registry(
 
 class SqlRegistry(Registry):
     """A handle to the registry of one namespace in a database."""
+
+    # Over the limit: a method for each operation of the contract, and those that `borrowed` and the watchers need.
 
     limits = LIMITS
 
@@ -158,6 +160,16 @@ class SqlRegistry(Registry):
             if wanted is None or len(rows) < wanted or len(found) == limit:
                 return found
             after = rows[-1][0]  # some of them were left out: there may be more behind them
+
+    def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
+        """One statement. A statement sees one moment: on PostgreSQL and Oracle the moment of its beginning, also under
+        READ COMMITTED; on SQLite that of the transaction that a statement alone is."""
+        rows = self._patiently(
+            lambda deadline: self._read(self.call(self.statements.scan, **key_range("")), deadline), is_reading=True
+        )
+        entries = tuple(Entry(key, bytes(value or b""), version) for key, value, version, lease, _ in rows if not lease)
+        last = max((entry.version for entry in entries), default=0)
+        return Snapshot(entries, f"one transaction of {self.dialect}, last version {last}")
 
     def _is_over(self, lease: str | None, state: int, deadline: float) -> bool:
         """Whether an entry is to be left out because of its lease. Raises LeasesDue if this process may end leases."""

@@ -18,12 +18,14 @@ from typing import Any, ClassVar
 
 from kazoo.exceptions import EXCEPTIONS, NoNodeError
 from kazoo.protocol.serialization import (
+    GetChildren,
     GetData,
     MultiHeader,
     int_struct,
     long_struct,
     multiheader_struct,
     read_buffer,
+    read_string,
     stat_struct,
     write_string,
 )
@@ -37,6 +39,7 @@ REPLY_BYTES = 1 << 20
 """The size of an answer that `next_count` aims at."""
 
 _HEAD = multiheader_struct.pack(GetData.type, False, -1)
+_LIST = multiheader_struct.pack(GetChildren.type, False, -1)
 _END = multiheader_struct.pack(-1, True, -1)
 _WITHOUT_WATCH = b"\0"
 _ZXID_MAX = (1 << 63) - 1
@@ -48,17 +51,21 @@ Found = tuple[bytes, Any]
 
 @dataclass(frozen=True, slots=True)
 class MultiRead:
-    """A request in the form of kazoo's own. Its answer has None for a node that does not exist, and other errors."""
+    """A request in the form of kazoo's own. Its answer has the values of `paths` and then the names of the children of
+    `folders`, None for a node that does not exist, and other errors."""
 
     paths: tuple[str, ...]
+    folders: tuple[str, ...] = ()
     type: ClassVar = 22
 
     def serialize(self) -> bytes:
-        return b"".join((*(_HEAD + write_string(path) + _WITHOUT_WATCH for path in self.paths), _END))
+        values = (_HEAD + write_string(path) + _WITHOUT_WATCH for path in self.paths)
+        listings = (_LIST + write_string(path) + _WITHOUT_WATCH for path in self.folders)
+        return b"".join((*values, *listings, _END))
 
     @classmethod
-    def deserialize(cls, data: bytes, offset: int) -> list[Found | Exception | None]:
-        found: list[Found | Exception | None] = []
+    def deserialize(cls, data: bytes, offset: int) -> list[Found | list[str] | Exception | None]:
+        found: list[Found | list[str] | Exception | None] = []
         while True:
             header, offset = MultiHeader.deserialize(data, offset)
             if header.done:
@@ -68,6 +75,14 @@ class MultiRead:
                 stat = ZnodeStat._make(stat_struct.unpack_from(data, offset))
                 offset += stat_struct.size
                 found.append((value or b"", stat))
+                continue
+            if header.type == GetChildren.type:
+                count, offset = int_struct.unpack_from(data, offset)[0], offset + int_struct.size
+                names = []
+                for _ in range(count):
+                    name, offset = read_string(data, offset)
+                    names.append(name)
+                found.append(names)
                 continue
             error = EXCEPTIONS[int_struct.unpack_from(data, offset)[0]]()
             offset += int_struct.size

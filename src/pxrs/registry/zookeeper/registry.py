@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kazoo.exceptions import NoNodeError
 
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import LeaseExpired
-from pxrs.registry.contract import Commit, Entry, Limits, Registry
+from pxrs.registry.contract import Commit, Entry, Limits, Registry, Snapshot
 from pxrs.registry.lease import Lease, id_of, not_attached
 from pxrs.registry.watch import PrefixWatch
 from pxrs.registry.zookeeper.client import Client, Endpoint
@@ -26,6 +26,7 @@ from pxrs.registry.zookeeper.lease import (
     session_of,
 )
 from pxrs.registry.zookeeper.session import LastingSession, Session, barrier
+from pxrs.registry.zookeeper.snapshot import SnapshotReader
 from pxrs.registry.zookeeper.watcher import Watcher
 
 # The wire takes a little more than a megabyte. This leaves room for the paths of that many keys of usual length, each
@@ -102,6 +103,12 @@ class ZooKeeperRegistry(Registry):
                 if (after is None or folder > after or after.startswith(folder)) and (last is None or folder < last)
             ]
         return found
+
+    def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
+        def read(client: Client, until: float) -> Snapshot:
+            return SnapshotReader(self._session, client, self._layout, is_written_once).take(until)
+
+        return self._session.attempt(read, self._session.bound())
 
     def _commit(self, commit: Commit) -> dict[str, int]:
         holder = session_of(commit.lease)

@@ -7,7 +7,7 @@ registry holds of them, and upkeep is the server's (W4).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pxrs.errors import (
@@ -91,6 +91,19 @@ class RemoteLog(Log):
 
     def topic(self, name: str) -> RemoteTopic:
         return RemoteTopic(wire.topic_of(self._session.ask("log.topic", {"topic": name})["topic"]), self._session)
+
+    def alter_topic(self, name: str, changes: Mapping[str, object]) -> RemoteTopic:
+        connection = self._session.connection()
+        arguments = {"topic": name, "changes": dict(changes)}
+        try:
+            found = connection.call("log.alter_topic", arguments, connection.patience_s)
+        except Unanswered as error:
+            if error.was_sent:
+                raise OutcomeUnknown(
+                    f"{self.url}: {error}; whether the settings of {name} were changed is not known: look, or repeat it"
+                ) from error
+            raise ReadFailed(f"{self.url}: {error}; the settings of {name} were not changed") from error
+        return RemoteTopic(wire.topic_of(found["topic"]), self._session)
 
     def delete_topic(self, name: str) -> str:
         connection = self._session.connection()

@@ -8,11 +8,11 @@ here is watched by the server, over the same stream, and woken after each break 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from pxrs.errors import Closed, OutcomeUnknown, PxrsError, RegistryUnavailable
-from pxrs.registry.contract import Commit, Entry, Registry, SqlPlace
+from pxrs.errors import Closed, InvalidUrl, OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.registry.contract import Commit, Entry, Registry, Snapshot, SqlPlace
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.watch import PrefixWatch
@@ -64,6 +64,13 @@ class RemoteRegistry(Registry):
             if not found["more"] or not found["entries"]:
                 return entries
             after = entries[-1].key
+
+    def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
+        # A token permits some keys, and a snapshot is all of them.
+        raise InvalidUrl(
+            f"{self.url}: all keys of a registry at one moment are read from the store itself: run this on the "
+            "server's host, with the registry's own address"
+        )
 
     def _commit(self, commit: Commit) -> dict[str, int]:
         arguments = {

@@ -187,6 +187,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "log.damaged_topics": _anyone,
     "log.topic": _stage("describe", "read"),
     "log.create_topic": _create_topic,
+    "log.alter_topic": _topic("admin"),
     "log.delete_topic": _topic("admin"),
     "topic.bounds": _topic("describe", "read"),
     "topic.offset_at": _topic("describe", "read"),

@@ -7,7 +7,8 @@ the name that belongs to an id.
 What each role does with which keys, as recorded from real programs (tests/unit/server/test_auth_roles.py runs them):
 
     producer                  reads `sources/<topic>` if the log has no such topic
-    member of a group         reads and watches `groups/<group>/`, reads `sources/<topic>` and `topics/<id>/start`;
+    member of a group         reads and watches `groups/<group>/`, reads `sources/<topic>`, `topics/<id>/start` and
+                              `topics/<id>/gate`;
                               writes `groups/<group>/`, of which it deletes only what `_PASSING` lists, and
                               `topics/<id>/gate`
     reader of groups          scans `groups/`, `sources/`, and all of `groups/<group>/`
@@ -17,9 +18,11 @@ What each role does with which keys, as recorded from real programs (tests/unit/
                               transaction also its own keys in `takers/` and `outcomes/`
     taker of a queue          the same; reads and writes all of `items/<id>/`, reads and watches `takers/`, scans
                               `deleted/`; deletes outcomes of takers that are gone, and what is left of deleted queues
-    administrator of a queue  the same; creates and deletes `queues/<queue>` and `standing/<id>`, writes `deleted/<id>`
+    administrator of a queue  the same; writes and deletes `queues/<queue>`, creates and deletes `standing/<id>`,
+                              writes `deleted/<id>`
     driver of Spark           scans `spark/` and `spark/routed/`, reads or creates `spark/registry`; writes
                               `spark/<topic id>/<query>` and `spark/routed/<hub>.<query>`
+    copier into a topic       reads and writes `topics/<id>/copies/<source id>`
     upkeep, in the server     writes `upkeep/` and `topics/<id>/start`
 
 A prefix is readable if every key below it is. The folders in `LISTED`, which hold keys of many groups, queues or
@@ -52,7 +55,8 @@ _PASSING: Final = frozenset({"members", "targets", "pinning", "paused", "assignm
 """What members delete of their group. The other keys guard writes and live as long as the group (R4)."""
 _OF_A_TOPIC: Final = frozenset({"owners", "checkpoints", "starts", "pinning", "paused"})
 """Folders of a group whose keys go on with the id of a topic."""
-_QUEUE: Final[Rights] = {"describe": "r", "admin": "rcd"}
+_QUEUE: Final[Rights] = {"describe": "r", "admin": "rcpd"}
+_STANDING: Final[Rights] = {"describe": "r", "admin": "rcd"}
 _DELETED: Final[Rights] = {"take": "rd", "admin": "rcpd"}
 _ITEMS: Final[Rights] = {"read": "r", "take": "rcpd"}
 _ITEMS_TO_PUT: Final[Rights] = {"put": "c", "read": "r", "take": "rcpd"}
@@ -64,6 +68,7 @@ _OUTCOME: Final[Rights] = {"put": "rcpd"}
 _TOPIC: Final[Rights] = {"read": "r"}
 _GATE: Final[Rights] = {"read": "rcp"}
 """For members of groups only: who gives a group a checkpoint writes the gate (O10)."""
+_COPY: Final[Rights] = {"write": "rcp"}
 _MANIFEST: Final[Rights] = {"write": "rcpd"}
 _SOURCE: Final[Rights] = {"describe": "r", "admin": "rcpd"}
 _INTERNAL: Final[Rights] = {"read": "r"}
@@ -156,7 +161,7 @@ def _subject(grants: Grants, names: Names, key: str) -> _Subject | None:
         case ["queues", name, *_]:
             return _Subject("queue", _QUEUE, name)
         case ["standing", id, *_]:
-            return _Subject("queue", _QUEUE, _name_of(names.queue, id))
+            return _Subject("queue", _STANDING, _name_of(names.queue, id))
         case ["deleted", id, *_]:
             return _Subject("queue", _DELETED, _name_of(names.queue, id))
         case ["items", id, "sequence"]:
@@ -169,6 +174,8 @@ def _subject(grants: Grants, names: Names, key: str) -> _Subject | None:
             return _Subject("queue", _TAKER, None, is_any=True)
         case ["outcomes", *_]:
             return _Subject("queue", _OUTCOME, None, is_any=True)
+        case ["topics", id, "copies", *_]:
+            return _Subject("topic", _COPY, _name_of(names.topic, id))
         case ["topics", id, *rest]:
             is_gate = rest == ["gate"] and grants.may_any("group", "member")
             return _Subject("topic", _GATE if is_gate else _TOPIC, _name_of(names.topic, id))

@@ -34,6 +34,8 @@ class Backend:
     """How many leases one handle takes in the test that counts its threads."""
     lease_threads: int = 0
     """How many threads a lease that is renewed may cost."""
+    has_snapshots: bool = True
+    """Whether the store gives all its keys at one moment (not through a server)."""
     opener: Callable[[str], Registry] = field(default=registries_module.open)
 
     def in_namespace(self, namespace: str) -> str:

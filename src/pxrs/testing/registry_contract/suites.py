@@ -19,12 +19,13 @@ from pxrs.testing.registry_contract.keys import Keys, Scans
 from pxrs.testing.registry_contract.leases import Leases
 from pxrs.testing.registry_contract.lifecycle import Lifecycle
 from pxrs.testing.registry_contract.races import Races
+from pxrs.testing.registry_contract.snapshots import Snapshots
 from pxrs.testing.registry_contract.store import Store, quieten
 from pxrs.testing.registry_contract.watches import Watches
 from pxrs.testing.waiting import eventually
 
 
-class RegistryContract(Keys, Scans, Commits, BadInput, Lifecycle, Races, Leases, Watches):
+class RegistryContract(Keys, Scans, Commits, BadInput, Lifecycle, Races, Leases, Watches, Snapshots):
     """The contract of every backend, tested with threads."""
 
 

@@ -1,0 +1,172 @@
+"""`pxrs backup` and `pxrs restore`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import pxrs
+from pxrs import registry as registries
+from pxrs.address import is_missing, parse
+from pxrs.backup.making import MadeBackup, Progress, Tell, make_backup
+from pxrs.backup.manifest import BackupManifest
+from pxrs.backup.restoring import Restored, refuse_used, verify
+from pxrs.backup.restoring import restore as restore_backup
+from pxrs.cli.options import At, Json, RegistryUrl, open_hub, refuse_server
+from pxrs.cli.terminal import echo, seconds_field, tell_error
+from pxrs.errors import InvalidUrl
+from pxrs.model import is_internal
+from pxrs.wording import counted, printable
+
+_BESIDE = "a backup is made where the hub's files are"
+
+
+def backup(
+    at: At,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder for the backup, best on another disk.")],
+    registry: RegistryUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a hub that is in use: its topics, groups, queues and the state of its Spark queries, consistently.
+
+    A TARGET that holds an earlier backup of the same hub is brought up to date: what it has is not copied again, and it
+    stays a whole backup until the new one is. An interrupted run is resumed by running the command again. Exit code 1
+    if a damaged topic had to be left out.
+    """
+    refuse_server(at, "pxrs backup", _BESIDE)
+    with open_hub(at, registry, needs_log=True) as hub, _progress() as tell:
+        if hub.log.folder is None:
+            raise InvalidUrl(f"{hub.url} is in no directory: there is nothing to copy")
+        home = hub.check_registry()
+        address = parse(hub.log.folder / "registry" if registry is None else registry)
+        store = None if is_missing(address) else hub.registry
+        identity = "" if home is None else home.hub
+        made = make_backup(hub.log.folder, identity, store, address.shown, Path(target), pxrs.__version__, tell)
+        hub.record_audit("backup", target=target, **_counts(made.manifest))
+    _print_backup(made, target, as_json)
+    if made.manifest.left_out:
+        raise typer.Exit(1)
+
+
+def restore(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="The folder of a backup.")],
+    at: Annotated[
+        str | None, typer.Option("--at", metavar="DIRECTORY", help="The directory of the new hub: empty or missing.")
+    ] = None,
+    registry: RegistryUrl = None,
+    only_verify: Annotated[
+        bool, typer.Option("--verify", help="Only check that the backup is whole, every byte of it; write nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a hub of a backup, in an empty directory and an empty registry, which may be of another kind.
+
+    Groups go on at their checkpoints, queues with their items, Spark queries with their manifests. The new hub has an
+    identity of its own: the one that was copied may still be running. Give no --at from the environment: a restoration
+    names its directory.
+    """
+    if at is None and not only_verify:
+        raise typer.BadParameter("give --at DIRECTORY, or --verify", param_hint="--at")
+    if at is not None:
+        refuse_server(at, "pxrs restore", "a backup is restored where the hub's files will be")
+    with _progress() as tell:
+        if at is None or only_verify:
+            manifest = verify(Path(source), tell)
+            _print_verified(manifest, source, as_json)
+            return
+        directory = parse(at).directory()
+        refuse_used(directory)
+        restored = _restore(Path(source), directory, registry, tell)
+    with open_hub(at, registry, needs_log=True) as hub:
+        hub.record_audit("restore", origin=source, **_counts(restored.manifest))
+    _print_restored(restored, directory, as_json)
+
+
+def _restore(source: Path, directory: Path, registry: str | None, tell: Tell) -> Restored:
+    manifest = verify(source, tell)
+    refuse_used(directory)  # verifying takes long
+    address = parse(directory / "registry" if registry is None else registry)
+    if address.scheme in ("memory", "pxrs"):
+        raise InvalidUrl(f"{address.text}: give the address of a store that keeps the keys: a hub cannot belong to it")
+    with registries.open(directory / "registry" if registry is None else registry) as store:
+        return restore_backup(source, manifest, directory, store, address.shown, tell)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell]:
+    """Shows how far the work is, on standard error if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    err = Console(stderr=True)
+    with Bar(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("beginning", total=None)
+
+        def tell(progress: Progress) -> None:
+            bar.update(task, description=progress.stage, completed=progress.done_bytes, total=progress.total_bytes)
+
+        yield tell
+
+
+def _print_backup(made: MadeBackup, target: str, as_json: bool) -> None:
+    manifest = made.manifest
+    if as_json:
+        copied = {"copied_bytes": made.copied_bytes, "kept_bytes": made.kept_bytes}
+        typer.echo(json.dumps({**_plain(manifest), "target": target, **copied, "left_out": manifest.left_out}))
+        return
+    echo(f"{target} holds a backup of {_contents(manifest)}")
+    echo(f"copied {made.copied_bytes:,} bytes, and {made.kept_bytes:,} were there; registry: {manifest.moment}")
+    for topic, what in manifest.left_out.items():
+        tell_error(printable(f"topic {topic} is damaged and is not in the backup: {what}"))
+
+
+def _print_verified(manifest: BackupManifest, source: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({**_plain(manifest), "source": source, "is_whole": True}))
+    else:
+        echo(f"{source} is whole: a backup of {_contents(manifest)}")
+
+
+def _print_restored(restored: Restored, directory: Path, as_json: bool) -> None:
+    if as_json:
+        found = {"directory": str(directory), "new_hub": restored.hub, "keys": restored.keys}
+        typer.echo(json.dumps({**_plain(restored.manifest), **found, "groups_left_out": restored.groups_left_out}))
+        return
+    echo(f"{directory} is the hub {restored.hub[:8]}, restored from a backup of {_contents(restored.manifest)}")
+    if restored.groups_left_out:
+        names = ", ".join(restored.groups_left_out)
+        echo(f"left out, because their topics are in another hub that shared the registry: the groups {names}")
+
+
+def _counts(manifest: BackupManifest) -> dict[str, int]:
+    """How many topics and messages a backup has, not counting internal topics: the user has sent nothing to those."""
+    topics = [topic for topic in manifest.topics if not is_internal(topic.name)]
+    messages = sum(partition.end - partition.start for topic in topics for partition in topic.partitions)
+    return {"topics": len(topics), "messages": messages}
+
+
+def _contents(manifest: BackupManifest) -> str:
+    found = _counts(manifest)
+    parts = counted(found["topics"], "topic"), counted(found["messages"], "message"), counted(manifest.keys, "key")
+    return f"{manifest.directory}: {', '.join(parts)}, {counted(manifest.bytes, 'byte')}"
+
+
+def _plain(manifest: BackupManifest) -> dict[str, Any]:
+    return {
+        "backup": manifest.id,
+        "hub": manifest.hub,
+        **seconds_field("begun", manifest.begun_at),
+        **seconds_field("ended", manifest.ended_at),
+        **_counts(manifest),
+        "bytes": manifest.bytes,
+        "keys": manifest.keys,
+        "registry": manifest.registry,
+        "moment": manifest.moment,
+    }
