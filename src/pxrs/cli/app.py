@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import sys
 from typing import Annotated, Final
@@ -11,7 +12,10 @@ from typing import Annotated, Final
 import typer
 
 from pxrs.cli.lazy import Lazy, LazyGroup
+from pxrs.cli.logs import VARIABLE, chosen, set_up
 from pxrs.errors import PxrsError
+
+_logger = logging.getLogger("pxrs.cli")
 
 COMMANDS: Final = {
     "send": Lazy("pxrs.cli.send", "send", "Send messages: one VALUE, or the lines of standard input."),
@@ -59,7 +63,19 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    log_format: Annotated[
+        str | None,
+        typer.Option(
+            "--log-format",
+            envvar=VARIABLE,
+            metavar="FORMAT",
+            help="Print the log on standard error, as `text` or as `json`, one object a line.",
+        ),
+    ] = None,
+) -> None:
+    set_up(log_format)
     if version:
         import pxrs
 
@@ -85,5 +101,8 @@ def run() -> None:
     except (PxrsError, OSError) as error:
         from pxrs.cli.terminal import error_text, tell_error
 
+        if chosen() == "json":
+            _logger.error("%s", error_text(error), extra={"error_type": type(error).__name__})
+            sys.exit(1)
         tell_error(error_text(error), type(error).__name__)
         sys.exit(1)
