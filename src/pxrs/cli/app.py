@@ -85,13 +85,18 @@ def _root(
 
 
 def main() -> None:
-    """Run a command. An error of pxrs or of the operating system, such as a full disk behind standard output, is
-    printed as one line on standard error; the exit code is 1."""
-    # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    """The program `pxrs`: run the command that its arguments name."""
     # When the interpreter ends, it searches all objects for unreachable cycles, several times. That is a fifth of the
     # time of a short command, and frees memory that the kernel takes back anyway.
     atexit.register(gc.freeze)
+    run()
+
+
+def run() -> None:
+    """Run a command in a process that goes on after it. An error of pxrs or of the operating system, such as a full
+    disk behind standard output, is printed as one line on standard error; the exit code is 1. Raises SystemExit."""
+    # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app(prog_name="pxrs")  # also for `python -m pxrs.cli`: shells ask for completions by this name
     except (PxrsError, OSError) as error:
