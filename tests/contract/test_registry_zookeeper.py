@@ -25,7 +25,8 @@ from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
 from pxrs.registry.zookeeper.lease import Connections, Secret, VisitingSession
 from pxrs.registry.zookeeper.multi import Node, Step, steps
 from pxrs.testing.registry_contract import Backend, SharedRegistryContract, quieten
-from pxrs.testing.servers import ZooKeeperServer
+from pxrs.testing.registry_contract.snapshots import Snapshots
+from pxrs.testing.servers import ZooKeeperCluster, ZooKeeperServer
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,16 @@ class TestZooKeeper(SharedRegistryContract):
         return Backend(
             f"{server.url}/tests/contract", ttl=1.0, versions_outlive_deletion=False, leases_many=20, lease_threads=1
         )
+
+
+@pytest.mark.skipif(not os.environ.get("PXRS_SOAK"), reason="a server alone is tested above; `make soak` runs it")
+class TestSnapshotsOfAnEnsemble(Snapshots):
+    """Through the leader and through followers: each of them answers a multiRead between two transactions."""
+
+    @pytest.fixture(params=range(3))
+    def backend(self, request: pytest.FixtureRequest) -> Iterator[Backend]:
+        with ZooKeeperCluster(3) as cluster:
+            yield Backend(f"{cluster.urls[request.param]}/tests/ensemble", ttl=1.0)
 
 
 @pytest.fixture
