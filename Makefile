@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # In this order, so that the files that take longest are not the last: one process would do them while the other waits.
 SUITES := tests/acceptance tests/integration tests/contract tests/simulation tests/unit
 
-.PHONY: help demo test check lint types unit sim soak bench wheel clean
+.PHONY: help demo test check lint types unit sim soak bench screenshots wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -72,6 +72,10 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.spark
 	$(BIN)/python -m benchmarks.serve
 	$(BIN)/python -m benchmarks.metrics
+	$(BIN)/python -m benchmarks.web
+
+screenshots: $(READY) ## Pictures of every page of `pxrs web`, into docs/images; needs Chromium
+	$(BIN)/python docs/screenshots.py
 
 # setuptools copies what it finds in build/ into the wheel, also modules that were deleted since: it begins empty.
 wheel: $(MADE) ## Build dist/pxrs-VERSION-py3-none-any.whl

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pxrs.clock import Clock
     from pxrs.consumer.consumer import ConsumedBatch, Consumer, TopicsConsumer
     from pxrs.copying.copier import Copied
+    from pxrs.events.model import Event
     from pxrs.group.admin import GroupHandle
     from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
@@ -62,6 +63,7 @@ __all__ = [
     "DeadLetters",
     "Depth",
     "Entry",
+    "Event",
     "ExponentialBackoff",
     "Fetched",
     "FixedBackoff",
@@ -138,6 +140,7 @@ _LAZY: Final = {
     "DamagedTopic": "pxrs.log.contract",
     "DeadLetters": "pxrs.queue.handle",
     "Depth": "pxrs.queue.handle",
+    "Event": "pxrs.events.model",
     "Entry": "pxrs.registry",
     "ExponentialBackoff": "pxrs.queue.policy",
     "Fetched": "pxrs.log.contract",

@@ -330,7 +330,9 @@ class Hub:
             settle_s=settle_s,
             poll_s=arguments.seconds(InvalidTopic, "poll_s", poll_s, 0, arguments.DAY_S, above=True),
         )
-        return self._sources.add(wanted, url, identity, exist_ok=exist_ok)
+        added = self._sources.add(wanted, url, identity, exist_ok=exist_ok)
+        self.record_audit("add_source", source=added.name, source_id=added.id)
+        return added
 
     def sources(self) -> list[RegisteredSource]:
         """The registered sources, in the order of their names."""
@@ -359,6 +361,7 @@ class Hub:
         self.check_registry()
         arguments.text(InvalidTopic, "source", name, "its name")
         self._sources.remove(name)
+        self.record_audit("remove_source", source=name)
 
     def readable(self, name: str) -> Source:
         """The topic of this name; without one, the registered source. Raises UnknownTopic, and what `source` raises."""
@@ -400,7 +403,9 @@ class Hub:
             )
         if self.parts.belonging is None:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
-        return self.parts.belonging.adopt(topic.id for topic in self.log.topics())
+        former, now = self.parts.belonging.adopt(topic.id for topic in self.log.topics())
+        self.record_audit("adopt_registry", registry=now, former=former)
+        return former, now
 
     def alter_topic(self, name: str, **changes: Unpack[TopicChanges]) -> TopicHandle:
         """Change settings of a topic; those that are not given stay. They are those of `create_topic`; None for
@@ -566,6 +571,7 @@ class Hub:
                 dead_letters=letters,
                 topic_names=self._topics.names,
                 home=self.join_registry if has_own_topics else None,
+                recorder=self.parts.events,
                 **options,
             )
         )
@@ -603,7 +609,8 @@ class Hub:
                     f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
                 )
         catalog = self._sources.catalog()
-        return self._keep(GroupHandle(self.registry, name, self.log, sources, self._home_of_topics, catalog))
+        events = self.parts.events
+        return self._keep(GroupHandle(self.registry, name, self.log, sources, self._home_of_topics, catalog, events))
 
     def _home_of_topics(self) -> Home | None:
         """As `check_registry`, before a group that reads topics is changed. Raises NoDirectory too: without a directory
@@ -684,6 +691,7 @@ class Hub:
     def delete_queue(self, name: str) -> None:
         """Remove a queue and all that is in it. Raises UnknownQueue."""
         self.parts.queue_store().catalog.delete(name)
+        self.record_audit("delete_queue", queue=name)
 
     def transaction(self) -> Transaction:
         """Take and put items of queues, all or nothing. Commits on a clean exit, rolls back on an exception."""

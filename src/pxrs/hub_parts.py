@@ -93,7 +93,7 @@ class HubParts:
         with self._lock:
             self.check_open()
             if self._queues is None:
-                self._queues = QueueStore(registry, self._lease_ttl)
+                self._queues = QueueStore(registry, self._lease_ttl, self.events)
             return self._queues
 
     def close_queues(self) -> None:

@@ -23,7 +23,15 @@ from pxrs.backup.making import MadeBackup, Progress, make_backup
 from pxrs.backup.rebirth import EPOCH_STEP, reborn
 from pxrs.backup.restoring import refuse_used, restore, verify
 from pxrs.backup.target import read_manifest
-from pxrs.errors import BackupDamaged, BackupError, BackupIncomplete, InvalidUrl, RestoreRefused, WrongRegistry
+from pxrs.errors import (
+    BackupDamaged,
+    BackupError,
+    BackupIncomplete,
+    InvalidUrl,
+    RestoreRefused,
+    StorageFull,
+    WrongRegistry,
+)
 from pxrs.group.records import Home, Keys, Owner
 from pxrs.hub_record import HubRecordFile
 from pxrs.log.directory.check import check
@@ -185,6 +193,24 @@ def test_a_restoration_needs_an_empty_directory_and_an_empty_registry(tmp_path: 
             restore(tmp_path / "b", read_manifest(tmp_path / "b"), tmp_path / "new", hub.registry, "x", lambda _: None)
         assert not (tmp_path / "new").exists()
         assert {each for each in before if "registry" not in each} <= set(map(str, (tmp_path / "hub").rglob("*")))
+
+
+def test_a_restoration_that_fails_leaves_no_topics_and_says_what_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **named: object) -> None:
+        raise StorageFull("no room")
+
+    with a_hub(tmp_path / "hub") as hub:
+        hub.create_queue("jobs")
+        back_up(hub, tmp_path / "b")
+    registry = MemoryRegistry()
+    monkeypatch.setattr(registry, "commit", full)
+    with pytest.raises(StorageFull) as raised:
+        restore(tmp_path / "b", read_manifest(tmp_path / "b"), tmp_path / "new", registry, "x", lambda progress: None)
+    assert "remove what is there" in raised.value.__notes__[0]
+    with pxrs.open(tmp_path / "new", "memory:") as copy:
+        assert copy.topics() == []
 
 
 def test_g7_the_restored_hub_is_another_one_and_the_two_are_not_confused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from pxrs import registry as registries
 from pxrs.cli import group as command_group
 from pxrs.group.admin import GroupHandle
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
+from pxrs.hub import Hub
 from pxrs.registry import Registry
 from pxrs.testing import forked
 from pxrs.testing.waiting import eventually
@@ -130,7 +131,7 @@ def test_x17_groups_are_listed_for_people_and_machines(group: Path) -> None:
 def test_a_group_that_is_deleted_while_they_are_listed_is_left_out(
     group: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command_group, "groups", lambda registry: ["billing", "gone"])
+    monkeypatch.setattr(Hub, "groups", lambda hub: ["billing", "gone"])
     command_group.list_(str(group), None, as_json=True)
     assert json.loads(capsys.readouterr().out)["group"] == "billing"
 

@@ -200,14 +200,15 @@ def test_following_from_an_offset_loses_nothing_that_arrives_during_the_first_re
     hub.create_topic("t", partitions=1)
     with hub.producer("t") as out:
         out.send("0")
-    since = tail_command._Reader.since
+    since, new = tail_command._Reader.since, tail_command._Reader.new
 
-    def send_then_since(self: Any, where: Any) -> Iterator[Any]:
+    def send_then(value: str, rounds: Iterator[Any]) -> Iterator[Any]:
         with hub.producer("t") as out:
-            out.send("1")
-        return since(self, where)
+            out.send(value)
+        return rounds
 
-    monkeypatch.setattr(tail_command._Reader, "since", send_then_since)
+    monkeypatch.setattr(tail_command._Reader, "since", lambda self, where: send_then("1", since(self, where)))
+    monkeypatch.setattr(tail_command._Reader, "new", lambda self: send_then("2", new(self)))
     assert lines("tail", "t", "--raw", "--from", "0", "-f", "--count", "2") == ["0", "1"]
 
 

@@ -305,7 +305,7 @@ def test_an_option_that_means_nothing_is_refused_by_its_name(
     monkeypatch.chdir(shop.folder)
     monkeypatch.setattr(sys, "argv", ["pxrs", "worker", "shop:handle", "--at", "data", *arguments])
     with pytest.raises(SystemExit) as ended:
-        app.main()
+        app.run()
     assert ended.value.code == code
     assert words in " ".join(capsys.readouterr().err.split())
     assert not Path("typo").exists()

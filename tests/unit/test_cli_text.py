@@ -115,12 +115,18 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
         database.execute("CREATE TABLE t (id INTEGER PRIMARY KEY AUTOINCREMENT, v TEXT)")
     with pxrs.open(data) as hub:
         key = hub.registry.scan("queues/")[0].key
+        hub.create_topic("copy", partitions=1)
     with_json = {
         "topic list": [("topic", "list", *at)],
         "topic describe": [("topic", "describe", "orders", *at)],
         "tail": [("tail", "orders", *at)],
         "top": [("top", "--once", *at)],
         "audit": [("audit", *at)],
+        "topic alter": [("topic", "alter", "orders", "--retention", "600", *at)],
+        "topic copy": [("topic", "copy", "orders", "copy", *at)],
+        "queue alter": [("queue", "alter", "mail", "--no-backoff", *at)],
+        "backup": [("backup", str(tmp_path / "backup"), *at)],
+        "restore": [("restore", str(tmp_path / "backup"), "--at", str(tmp_path / "restored"))],
         "check": [("check", data)],
         "group list": [("group", "list", *at)],
         "group describe": [("group", "describe", "billing", *at)],

@@ -46,7 +46,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backup",),
     HUB,
     ("server",),
-    ("spark",),
+    ("spark", "web"),
     ("cli",),
     ("testing",),
 )

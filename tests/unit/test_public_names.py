@@ -16,7 +16,9 @@ from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.options import ConsumerOptions, ProducerOptions, TopicsConsumerOptions
 from pxrs.producer.producer import Producer
 
-GIVEN_BY_THE_HUB: dict[type, set[str]] = {kind: {"topic_names", "home"} for kind in (Consumer, TopicsConsumer)}
+GIVEN_BY_THE_HUB: dict[type, set[str]] = {
+    kind: {"topic_names", "home", "recorder"} for kind in (Consumer, TopicsConsumer)
+}
 """Keyword arguments of the constructors that a hub fills in itself, so that its own methods do not take them."""
 TOUCHED = [
     *("Consumer", "Producer", "ConsumedBatch", "TopicHandle", "GroupHandle", "GroupDescription", "MemberDescription"),

@@ -177,6 +177,8 @@ class _Making:
                     if handle.id != topic.id:
                         raise FileNotFoundError(f"topic {topic.name} was deleted and made again")
                     found = {number: handle.published(number) for number in range(topic.partitions)}
+                    if (problem := handle.ends_problem()) is not None:
+                        raise BackupError(f"the backup might lack acknowledged messages: {problem}")
             except _GONE:
                 self._gone.add(topic.id)
                 continue

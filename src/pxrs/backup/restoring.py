@@ -15,7 +15,7 @@ import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,7 @@ from pxrs import clock, disk
 from pxrs.backup.keys import load_keys
 from pxrs.backup.making import Progress, Tell
 from pxrs.backup.manifest import BackupManifest, CopiedPartition, CopiedTopic
-from pxrs.backup.rebirth import reborn
+from pxrs.backup.rebirth import Reborn, reborn
 from pxrs.backup.target import checksum_of, copy_bytes, read_manifest
 from pxrs.disk import replace_file, with_checksum
 from pxrs.errors import BackupDamaged, BackupError, RestoreRefused, ValueTooLarge
@@ -38,7 +38,8 @@ from pxrs.registry.identity import fingerprint
 from pxrs.upkeep.deleted_topics import FOLDER as DELETED
 
 _COMMIT_BYTES_MAX: Final = 256 << 10
-"""How many bytes of keys go into one commit."""
+_COMMIT_KEYS_MAX: Final = 100
+"""How many bytes, and keys, go into one commit, if the store takes so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +92,38 @@ def restore(
     hub = uuid.uuid4().hex
     place = f"{socket.gethostname()}:{directory} (hub {hub[:8]})"
     stored = source / manifest.registry_file.path
-    keys, left_out = reborn(load_keys(str(stored), stored.read_bytes()), manifest.hub, hub, place)
-    _check_values(keys, registry)
+    new = reborn(load_keys(str(stored), stored.read_bytes()), manifest.hub, hub, place)
+    _check_values(new.keys, registry)
+    try:
+        return _write(source, manifest, directory, registry, HubRecord(hub, address=shown), new, tell)
+    except BaseException as error:
+        error.add_note(f"{directory} and the registry {shown} are not whole: remove what is there before you try again")
+        raise
+
+
+def _write(
+    source: Path,
+    manifest: BackupManifest,
+    directory: Path,
+    registry: Registry,
+    record: HubRecord,
+    new: Reborn,
+    tell: Tell,
+) -> Restored:
+    """record: that of the new hub, without the id of the registry, which is made here."""
     _copy_files(source, manifest, directory, tell)
     for topic in manifest.topics:
         for partition in topic.partitions:
             _complete(directory, topic, partition)
     _note_deleted(directory, manifest)
     tell(Progress("writing the registry", manifest.bytes, manifest.bytes))
-    for commit in _commits(keys, registry):
+    for commit in _commits(new.keys, registry):
         registry.commit(dict.fromkeys(commit, ABSENT), commit)
-    record = HubRecord(hub, fingerprint(registry), shown)
+    record = replace(record, registry=fingerprint(registry))
     replace_file(str(directory / HUB_RECORD), with_checksum(json.dumps(asdict(record))), is_durable=True)
     _link(directory, manifest)
     _compare_ends(directory, manifest)
-    return Restored(manifest, hub, len(keys), left_out)
+    return Restored(manifest, record.hub, len(new.keys), new.left_out)
 
 
 def _check_values(keys: Mapping[str, bytes], registry: Registry) -> None:
@@ -174,7 +192,7 @@ def _commits(keys: Mapping[str, bytes], registry: Registry) -> Iterator[dict[str
     size = 0
     for key, value in keys.items():
         added = 2 * len(key) + len(value)
-        if commit and (len(commit) == min(limits.commit_keys_max, 100) or size + added > bytes_max):
+        if commit and (len(commit) == min(limits.commit_keys_max, _COMMIT_KEYS_MAX) or size + added > bytes_max):
             yield commit
             commit, size = {}, 0
         commit[key] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import sys
 from typing import Annotated, Final
@@ -11,7 +12,10 @@ from typing import Annotated, Final
 import typer
 
 from pxrs.cli.lazy import Lazy, LazyGroup
+from pxrs.cli.logs import VARIABLE, chosen, set_up
 from pxrs.errors import PxrsError
+
+_logger = logging.getLogger("pxrs.cli")
 
 COMMANDS: Final = {
     "send": Lazy("pxrs.cli.send", "send", "Send messages: one VALUE, or the lines of standard input."),
@@ -34,6 +38,7 @@ COMMANDS: Final = {
     "metrics": Lazy("pxrs.cli.metrics", "metrics", "Export the lag of all groups and the sizes of topics and queues."),
     "events": Lazy("pxrs.cli.events", "events", "Show what happened to a hub: joins, hand-overs, fences, pauses."),
     "audit": Lazy("pxrs.cli.events", "audit", "Show what administrators did to a hub, with who and when."),
+    "web": Lazy("pxrs.cli.web", "web", "Show a hub in a browser: topics, groups, queues, streaming queries."),
     "backup": Lazy("pxrs.cli.backup", "backup", "Copy a hub that is in use, consistently."),
     "restore": Lazy("pxrs.cli.backup", "restore", "Make a hub of a backup, in an empty place."),
     "check": Lazy("pxrs.cli.check", "check", "Read every byte of a log, report all damage, and with --repair mend it."),
@@ -59,7 +64,19 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    log_format: Annotated[
+        str | None,
+        typer.Option(
+            "--log-format",
+            envvar=VARIABLE,
+            metavar="FORMAT",
+            help="Print the log on standard error, as `text` or as `json`, one object a line.",
+        ),
+    ] = None,
+) -> None:
+    set_up(log_format)
     if version:
         import pxrs
 
@@ -68,17 +85,25 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """Run a command. An error of pxrs or of the operating system, such as a full disk behind standard output, is
-    printed as one line on standard error; the exit code is 1."""
-    # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    """The program `pxrs`: run the command that its arguments name."""
     # When the interpreter ends, it searches all objects for unreachable cycles, several times. That is a fifth of the
     # time of a short command, and frees memory that the kernel takes back anyway.
     atexit.register(gc.freeze)
+    run()
+
+
+def run() -> None:
+    """Run a command in a process that goes on after it. An error of pxrs or of the operating system, such as a full
+    disk behind standard output, is printed as one line on standard error; the exit code is 1. Raises SystemExit."""
+    # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app(prog_name="pxrs")  # also for `python -m pxrs.cli`: shells ask for completions by this name
     except (PxrsError, OSError) as error:
         from pxrs.cli.terminal import error_text, tell_error
 
+        if chosen() == "json":
+            _logger.error("%s", error_text(error), extra={"error_type": type(error).__name__})
+            sys.exit(1)
         tell_error(error_text(error), type(error).__name__)
         sys.exit(1)

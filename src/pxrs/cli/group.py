@@ -7,35 +7,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
-import pxrs
 from pxrs.cli.completion import complete_group
 from pxrs.cli.moments import FORMS, moment
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupHandle
-from pxrs.group.description import (
-    MEMBER_COLUMNS,
-    PARTITION_COLUMNS,
-    Columns,
-    GroupDescription,
-    member_rows,
-    partition_rows,
-    pause_text,
-    place_text,
-)
-from pxrs.group.listing import groups
-from pxrs.group.positions import To
-from pxrs.group.records import Keys
 from pxrs.wording import counted, printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from pxrs.group.admin import GroupHandle
+    from pxrs.group.description import Columns, GroupDescription
+    from pxrs.group.positions import To
+    from pxrs.hub import Hub
 
 app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="GROUP", help="The group's name.", autocompletion=complete_group)]
@@ -62,6 +52,8 @@ def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = Fals
             counts = {"members": len(each.members), "partitions": len(each.partitions)}
             typer.echo(json.dumps({"group": each.name, **counts, **_lag(each)}))
         return
+    from rich.table import Table
+
     table = Table("group", box=None, header_style="bold")
     for column in ("members", "partitions", "lag"):
         table.add_column(column, justify="right")
@@ -214,8 +206,8 @@ def skip(
     typer.echo(f"group {group} leaves out {topic}/{partition} offset {paused.offset}")
 
 
-def _describe_all(hub: pxrs.Hub) -> Iterator[GroupDescription]:
-    for name in groups(hub.registry):
+def _describe_all(hub: Hub) -> Iterator[GroupDescription]:
+    for name in hub.groups():
         try:
             yield hub.group(name).describe()
         except UnknownGroup:  # deleted meanwhile
@@ -259,6 +251,9 @@ def _tell_offsets(offsets: dict[str, dict[int, int]], as_json: bool) -> None:
     if not rows:
         typer.echo("nothing was written: every partition has a checkpoint; replace them with --force")
         return
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table("topic", box=None, header_style="bold")
     for column in ("partition", "offset"):
         table.add_column(column, justify="right")
@@ -274,9 +269,13 @@ def _show(found: GroupDescription, as_json: bool) -> None:
         show(_picture(found, has_tracebacks=True))
 
 
-def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
+def _follow(hub: Hub, handle: GroupHandle, as_json: bool) -> None:
     """Open the watch, then show the group (R2); show it again when the watch wakes, or when the lag on the screen is
     old."""
+    from rich.live import Live
+
+    from pxrs.group.records import Keys
+
     with hub.registry.watch(Keys(handle.name).root) as watch:
         found = handle.describe()
         if not as_json and is_terminal():
@@ -317,6 +316,18 @@ def _with_time(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from pxrs.group.description import (
+        MEMBER_COLUMNS,
+        PARTITION_COLUMNS,
+        member_rows,
+        partition_rows,
+        pause_text,
+        place_text,
+    )
+
     head = Text.assemble(
         (found.name, "bold"), f"  generation {found.generation}  members {len(found.members)}  lag {found.lag_text}"
     )
@@ -332,6 +343,8 @@ def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> Render
 
 
 def _table(columns: Columns, rows: Sequence[tuple[str, ...]]) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold")
     for name, is_number in columns:
         table.add_column(name, justify="right" if is_number else "left")

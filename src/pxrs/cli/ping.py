@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pxrs.address import parse
 from pxrs.cli.options import is_server
 from pxrs.cli.terminal import echo
 from pxrs.errors import MissingDependency
+from pxrs.registry.address import parse
 from pxrs.wording import counted, printable
 
 if TYPE_CHECKING:

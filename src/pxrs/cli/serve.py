@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -13,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import typer
 
 from pxrs.cli.exits import exit_codes
+from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
 from pxrs.cli.options import RegistryUrl, is_server, open_hub
 from pxrs.cli.terminal import echo
+from pxrs.cli.web import beside_server
 from pxrs.errors import InvalidArgument, MissingDependency
 from pxrs.hub import Hub
 from pxrs.metrics.health import Beat, Readiness, Verdict
@@ -87,6 +88,10 @@ def serve(
         float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
     ] = _DEFAULTS.drain_s,
     metrics_listen: MetricsListen = None,
+    web: Annotated[
+        str | None,
+        typer.Option("--web", metavar="HOST:PORT", help="Also show the hub in a browser there: docs/web.md."),
+    ] = None,
     limit: Annotated[
         list[str] | None,
         typer.Option(
@@ -122,7 +127,10 @@ def serve(
     limits = with_limits(_DEFAULTS, named, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
-    with open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub:
+    with (
+        open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub,
+        beside_server(hub, web, auth, insecure=insecure),
+    ):
         asyncio.run(_run(hub, settings, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
 
 
@@ -144,26 +152,6 @@ def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> 
         if not 0 < found[name] < float("inf"):
             raise InvalidArgument(f"--limit {each}: give a number above 0")
     return replace(limits, **named, **found)
-
-
-def check_listen(listen: str, *, is_open: bool) -> None:
-    """Raise InvalidArgument if this is no address. is_open: also if it can be reached from other hosts."""
-    host, colon, port = listen.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
-        raise InvalidArgument(f"--listen is {listen!r}: give HOST:PORT, such as {LISTEN_DEFAULT}")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise InvalidArgument(f"--listen is {listen!r}: write an IPv6 address in brackets, such as [::1]:7077")
-    if not is_open or host == "localhost":
-        return
-    try:
-        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise InvalidArgument(
-            f"--listen {listen} can be reached from other hosts, and without --auth everybody may do everything: give "
-            "--auth FILE, or --insecure if the network is trusted"
-        )
 
 
 def _credentials(cert: Path | None, key: Path | None, client_ca: Path | None) -> object:

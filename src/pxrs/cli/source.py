@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-import pxrs
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import cell, echo, seconds_field, show
 from pxrs.errors import LogError, PxrsError
 from pxrs.model import PARTITIONERS, PARTITIONS_DEFAULT
-from pxrs.sources.catalog import RegisteredSource, variable_of
 from pxrs.wording import counted, printable
+
+if TYPE_CHECKING:
+    from pxrs.sources.catalog import RegisteredSource
 
 app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="SOURCE", help="The source's name.")]
@@ -75,6 +75,9 @@ def add(
     each process gives those in PXRS_SOURCE_<NAME> (upper case, other characters as _) as a whole address, or as PGUSER
     and PGPASSWORD or PGPASSFILE.
     """
+    import pxrs
+    from pxrs.sources.catalog import variable_of
+
     url = sql_table if sql_table is not None else os.environ.get(variable_of(name))
     if url is None:
         raise typer.BadParameter(f"give the database's address, or set {variable_of(name)}", param_hint="--sql-table")
@@ -115,6 +118,8 @@ def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = Fals
         for record in found:
             typer.echo(json.dumps(_plain(record)))
         return
+    from rich.table import Table
+
     table = Table("source", "table", "address", box=None, header_style="bold")
     table.add_column("partitions", justify="right")
     for record in found:

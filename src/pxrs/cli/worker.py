@@ -44,6 +44,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pxrs.address import parse
+from pxrs.cli import logs
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL, exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored
 from pxrs.cli.options import open_hub
@@ -165,6 +166,7 @@ def worker(
     }
     given = {name: value for name, value in seconds.items() if value is not None}
     # What can be seen to be wrong here is reported once, and not by every worker.
+    as_json = as_json or logs.chosen() == "json"
     if not grace <= GRACE_S_MAX:  # NaN is refused too
         raise typer.BadParameter(f"--grace {grace:g}: give up to {GRACE_S_MAX:g} seconds")
     for url in (at, registry):

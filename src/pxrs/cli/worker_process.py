@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pxrs
+from pxrs.cli import logs
 from pxrs.cli.restarts import is_final
 from pxrs.cli.terminal import error_text, indented, time_field
 from pxrs.clock import wall_time_us
@@ -153,7 +154,9 @@ class Process:
         handler = load_handler(settings.handler, OF_A_MESSAGE if settings.queue is None else OF_AN_ITEM)
         self._listen()  # the module of the handler may have set its own handlers of these signals
         if not logging.getLogger().handlers:
-            logging.getLogger().addHandler(_Lines(settings))
+            level = logging.WARNING if logs.chosen() is None else logs.LEVEL
+            logging.getLogger().addHandler(_Lines(settings, level))
+            logging.getLogger("pxrs").setLevel(level)
         options = {} if settings.queue is None else settings.options
         with pxrs.open(settings.at, registry=settings.registry, **options) as hub:
             if settings.is_trial:
@@ -259,8 +262,8 @@ class Process:
 class _Lines(logging.Handler):
     """Prints log records as events; used only if the module of the handler has set up no logging."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, settings: Settings, level: int) -> None:
+        super().__init__(level)
         self._settings = settings
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -282,7 +285,8 @@ class _Lines(logging.Handler):
             if failure.text not in text:
                 text += f": {failure.text}"
         fields |= {**_me(self._settings), "level": record.levelname.lower(), "logger": record.name}
-        tell(self._settings.as_json, "log", text, traceback=traceback, **fields)
+        event = str(fields.pop("event_", "log"))  # that of `pxrs.events`, if the record is one of these
+        tell(self._settings.as_json, event, text, traceback=traceback, **fields)
 
 
 _EVENT_FIELDS: Final = frozenset(["as_json", "event", "time", "text", "traceback"])

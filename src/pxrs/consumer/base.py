@@ -31,6 +31,7 @@ from pxrs.consumer.settings import Start, check_choices, error_policy, start_of,
 from pxrs.consumer.settling import QueueTransaction
 from pxrs.consumer.states import Event
 from pxrs.errors import InvalidGroup, MissingDependency, OffsetOutOfRange
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.group.committing import CommitMore
 from pxrs.group.member import GroupMember
 from pxrs.group.records import Home
@@ -93,6 +94,7 @@ class BaseConsumer(ABC, Generic[P]):
         on_lost: Callback[P] | None = None,
         topic_names: Callable[[], Mapping[str, str]] | None = None,
         home: Callable[[], Home | None] | None = None,
+        recorder: Recorder = LOGGED_ONLY,
     ) -> None:
         """
         name:             shown by `describe`; by default the host's and the process's.
@@ -121,8 +123,9 @@ class BaseConsumer(ABC, Generic[P]):
         topic_names:      gives the names of topics by their ids, to be shown; a hub passes those of its own topics.
         home:             gives the identity of the hub that the source belongs to, None if it belongs to none; raises
                           if this process may not join groups there. A hub gives its own.
+        recorder:         keeps the events of the member; a hub gives its own.
         """
-        # Over the limit: 27 lines are the signature, and the rest builds the parts in the order in which
+        # Over the limit: 28 lines are the signature, and the rest builds the parts in the order in which
         # they depend on each other. `ConsumerOptions` repeats the signature, and a test compares the two.
         check_choices(ack, until, on_trimmed, name, start)
         prefetch_bytes = arguments.whole(InvalidGroup, "prefetch_bytes", prefetch_bytes, 1, 1 << 40)
@@ -152,6 +155,7 @@ class BaseConsumer(ABC, Generic[P]):
             topic_names=topic_names,
             home=home,
             sees_all=ends is not None,
+            recorder=recorder,
         )
         self.topic, self.group, self.name, self.timings = source.name, group, member.name, member.timings
         self.topics = tuple(part.name for part in source.parts)

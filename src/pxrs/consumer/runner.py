@@ -186,6 +186,7 @@ class Runner:
                     return self._decide(lane, message, error, failure)
                 counts.failed(message.topic, "retried")
                 last_place, place = place, place_of(error)
+                self._report("message.retried", lane, message, failure, tries=number)
                 what = f"try {number} of {tries}, trying again in {pause_s:g} s"
                 self._log_failure(logging.WARNING, message, error, failure, what, has_traceback=place != last_place)
                 if not self._may_try_again(lane, pause_s):
@@ -232,6 +233,7 @@ class Runner:
                 self._log_failure(logging.WARNING, message, error, failure, "the message goes to the dead letters")
                 second = self._send_dead_letter(message, failure)
                 if second is None:
+                    self._report("message.dead_lettered", lane, message, failure)
                     failed("dead-letter")
                     return True
                 if self._hand_out.lifetime.is_closed:
@@ -243,6 +245,10 @@ class Runner:
         failed("paused")
         self._hand_out.member.pause(lane, message.offset, failure)
         return False
+
+    def _report(self, name: str, lane: Lane, message: Message, failure: Failure, **more: object) -> None:
+        """Record the failure as the event of this name."""
+        self._hand_out.member.reporter.failure(name, lane, message.offset, failure, **more)
 
     def _send_dead_letter(self, message: Message, failure: Failure) -> Exception | None:
         """Send a dead letter. Returns why it could not be sent, or None if it was."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-Json = Any
+Json = object
 """A value that JSON can express: None, bool, int, float, str, or a list or dictionary of such values."""
 EVENT_BYTES_MAX: Final = 16 << 10
 """How long the stored text of one event may be. Long texts in it are shortened."""
@@ -36,7 +36,7 @@ class Event:
         stored = _stored(self)
         if len(stored) <= EVENT_BYTES_MAX:
             return stored
-        stored = _stored(Event(self.name, self.at, _shortened(self.fields)))
+        stored = _stored(Event(self.name, self.at, {name: _shortened(value) for name, value in self.fields.items()}))
         if len(stored) <= EVENT_BYTES_MAX:
             return stored
         plain = {name: value for name, value in self.fields.items() if isinstance(value, int | bool | None)}

@@ -51,6 +51,7 @@ _EVENTS: Final = (
         "member.stuck",
         "group {group}: {member} gave up its partitions: a handler made no progress for {seconds} s",
         (*_MEMBER, "seconds"),
+        logging.WARNING,
     ),
     Kind(
         "member.failed",
@@ -65,22 +66,22 @@ _EVENTS: Final = (
     Kind(
         "partition.claimed",
         f"{_IN_PARTITION}: {{member}} claimed it with epoch {{epoch}}",
-        (*OWNER, "offset", *FOUND),
+        (*OWNER, *FOUND),
     ),
     Kind(
         "partition.handed_over",
         f"{_IN_PARTITION}: handed over from {{from_member}} to {{member}} with epoch {{epoch}}",
-        (*OWNER, "offset", "from_member", "from_incarnation", *FOUND),
+        (*OWNER, "from_member", "from_incarnation", *FOUND),
     ),
     Kind(
         "partition.taken_over",
         f"{_IN_PARTITION}: {{member}} took it over from {{from_member}}, which is gone, with epoch {{epoch}}",
-        (*OWNER, "offset", "from_member", "from_incarnation", *FOUND),
+        (*OWNER, "from_member", "from_incarnation", *FOUND),
     ),
     Kind(
         "partition.released",
-        f"{_IN_PARTITION}: {{from_member}} released it at offset {{offset}}; epoch {{epoch}}",
-        (*OWNER, "offset", "from_member", "from_incarnation", *FOUND),
+        f"{_IN_PARTITION}: {{from_member}} released it; epoch {{epoch}}",
+        (*OWNER, "from_member", "from_incarnation", *FOUND),
     ),
     Kind(
         "partition.fenced",
@@ -90,8 +91,8 @@ _EVENTS: Final = (
     ),
     Kind(
         "partition.freed",
-        f"{_IN_PARTITION}: freed by {{by}}; epoch {{epoch}}",
-        (*OWNER, "by", "from_member", "from_incarnation", *FOUND),
+        f"{_IN_PARTITION}: freed by an administrator's {{by}}; epoch {{epoch}}",
+        (*OWNER, "by", *FOUND),
     ),
     Kind(
         "partition.observed",
@@ -125,14 +126,9 @@ _EVENTS: Final = (
         (*OWNER, "offset", "error", "error_type", "tries"),
     ),
     Kind(
-        "message.skipped",
-        f"{_IN_PARTITION}: offset {{offset}} was skipped after a failure: {{error}}",
-        (*OWNER, "offset", "error", "error_type"),
-    ),
-    Kind(
         "message.dead_lettered",
-        f"{_IN_PARTITION}: offset {{offset}} went to {{dead_letters}}: {{error}}",
-        (*OWNER, "offset", "error", "error_type", "dead_letters"),
+        f"{_IN_PARTITION}: offset {{offset}} was sent to the dead letters: {{error}}",
+        (*OWNER, "offset", "error", "error_type"),
     ),
     Kind(
         "item.dead",
@@ -141,8 +137,8 @@ _EVENTS: Final = (
     ),
     Kind(
         "item.returned",
-        "queue {queue}: item {item} came back, because the lease of its taker {taker} has ended",
-        ("queue", "queue_id", "item", "deliveries", "taker"),
+        "queue {queue}: {count} items of taker {taker}, which is gone, came back",
+        ("queue", "queue_id", "taker", "count", "items"),
     ),
     Kind(
         "upkeep.round",
@@ -165,7 +161,7 @@ _AUDIT: Final = (
     ("create_queue", "queue {queue} was created", ("queue",)),
     ("delete_queue", "queue {queue} was deleted", ("queue",)),
     ("alter_queue", "settings of queue {queue} were changed", ("queue", "changes")),
-    ("purge", "{count} items of queue {queue} were removed", ("queue", "state", "count")),
+    ("purge", "{count} dead items of queue {queue} were removed", ("queue", "items", "count")),
     ("requeue", "{count} dead items of queue {queue} were put back", ("queue", "items", "count")),
     ("add_source", "source {source} was registered", ("source", "source_id")),
     ("remove_source", "source {source} was forgotten", ("source", "source_id")),
@@ -178,6 +174,7 @@ _AUDIT: Final = (
     ("backup", "the hub was backed up to {target}", ("target", "topics", "messages")),
     ("restore", "the hub was restored from {origin}", ("origin", "topics", "messages")),
     ("repair", "the hub was repaired: {what}", ("what", "topic", "partition")),
+    ("act_on_page", "{what}, through the web page", ("what",)),
     ("retain", "retention of topic {topic} was applied", ("topic", "starts")),
 )
 

@@ -23,7 +23,7 @@ LOG_FIELDS: Final = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__di
 class Recorder(Protocol):
     """Records events. Never blocks on a disk or a network, and never raises because an event could not be stored."""
 
-    def record(self, name: str, /, *, on_stored: Callable[[], None] | None = None, **fields: Json) -> None:
+    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: Json) -> None:
         """Log the event and keep it.
 
         on_stored: called on another thread once the event is stored; never if it is dropped. It must not block."""
@@ -35,7 +35,7 @@ class Recorder(Protocol):
 class LoggedOnly:
     """Logs events and keeps none: for members and queues that were made without a hub."""
 
-    def record(self, name: str, /, *, on_stored: Callable[[], None] | None = None, **fields: Json) -> None:
+    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: Json) -> None:
         log_event(Event(name, now_us(), fields))
 
     def audit(self, action: str, /, **fields: Json) -> None:

@@ -51,9 +51,19 @@ def owners(events: Iterable[Event]) -> dict[Place, list[Tenure]]:
         is_exact = event.name != "partition.observed"  # upkeep does not know when it happened
         if type(new) is int and (new not in mine or (mine[new].at is None and is_exact)):
             owner, member = event.fields.get("incarnation"), str(event.fields.get("member") or "")
+            owner = owner if isinstance(owner, str) else None
             began = (event.at, event.name) if is_exact else (None, None)
             mine[new] = Tenure(new, owner, member, *began)
     return {place: [mine[epoch] for epoch in sorted(mine)] for place, mine in found.items()}
+
+
+def last_epochs(events: Iterable[Event], known: dict[Place, int]) -> None:
+    """Note in `known` the highest epoch of each partition that the events tell of."""
+    for event in events:
+        place = _place(event) if event.name.startswith("partition.") and "past" in event.fields else None
+        epoch = event.fields.get("epoch")
+        if place is not None and type(epoch) is int:
+            known[place] = max(epoch, known.get(place, 0))
 
 
 def _place(event: Event) -> Place | None:

@@ -87,7 +87,7 @@ class EventWriter:
         self._pid = os.getpid()
         self._outage = Outage(_logger, f"events of {url} are not stored", extra={"hub": url})
 
-    def record(self, name: str, /, *, on_stored: Callable[[], None] | None = None, **fields: Json) -> None:
+    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: Json) -> None:
         """Log the event, and have it stored soon. Never waits, never raises because of the event log."""
         event = Event(name, self._now_us(), fields)
         log_event(event)
@@ -207,12 +207,12 @@ class EventWriter:
 
     def _stored(self, some: list[_Waiting]) -> None:
         """Those that were taken are done with, and these of them are stored."""
-        with self._condition:
-            self._taken = 0
-            self._condition.notify_all()
         for each in some:
             if each.on_stored is not None:
                 each.on_stored()
+        with self._condition:
+            self._taken = 0
+            self._condition.notify_all()
 
     def _stop(self, error: Exception) -> None:
         """Keep no further events: this process cannot store them."""

@@ -33,6 +33,7 @@ from pxrs.errors import (
     GroupError,
     InvalidGroup,
 )
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.group.changes import Guard, in_commits, write_of
 from pxrs.group.checkpoints import CheckpointWrite
 from pxrs.group.description import GroupDescription, MemberDescription, describe_partition
@@ -50,6 +51,7 @@ from pxrs.group.records import (
     SourceRead,
     Starts,
     gate_key,
+    partition_of,
     start_key,
 )
 from pxrs.group.snapshot import GroupState
@@ -72,11 +74,13 @@ class GroupHandle:
         sources: Iterable[Offsets] = (),
         home: Callable[[], Home | None] | None = None,
         registered: Sources | None = None,
+        recorder: Recorder = LOGGED_ONLY,
     ) -> None:
         """sources: what the group reads beside the `topics` and the `registered` sources, such as somebody's table.
         home:    gives the identity of the hub that the `topics` are of, and raises WrongRegistry if its groups may not
-                 be changed through this registry. Asked before every change that concerns one of the `topics`."""
-        self.name = name
+                 be changed through this registry. Asked before every change that concerns one of the `topics`.
+        recorder: keeps the events of what is done here."""
+        self.name, self._recorder = name, recorder
         self._keys = Keys(name)
         self._registry = registry
         readables = Readables(topics, sources, registered)
@@ -86,7 +90,11 @@ class GroupHandle:
 
     def describe(self) -> GroupDescription:
         """The members of the group, and the owner, checkpoint and lag of each partition. Raises UnknownGroup."""
-        state = self._reader.read_there()
+        return self.described(self._reader.read_there())
+
+    def described(self, state: GroupState) -> GroupDescription:
+        """As `describe`, of records that were read before: for whoever watches many groups, and reads the records of
+        one again only after they have changed."""
         leader = state.leader[0].incarnation if state.leader else None
         names, meant = self._reader.names(state), state.meant_for()
         # Read the ends after the checkpoints, so that no end is behind a checkpoint.
@@ -150,10 +158,12 @@ class GroupHandle:
                 f"group {self.name} reads {', '.join(source.name for source in sources)}: say of which the offsets are"
             )
         written = self._set(sources, lambda source, starts: resolve_offsets(to, source, starts), "reset", force=force)
-        return {
+        offsets = {
             source.name: {number: offset for (id, number), offset in sorted(written.items()) if id == source.id}
             for source in sources
         }
+        self._recorder.audit("reset", group=self.name, topic=topic, offsets=offsets, force=force)
+        return offsets
 
     def import_checkpoint(self, offset: int | Mapping[int, int], topic: str, force: bool = False) -> dict[int, int]:
         """Write the checkpoint of a consumer that was used before (X21). Returns the written offsets, by partition.
@@ -175,7 +185,9 @@ class GroupHandle:
             return resolve_position(offset, source, starts, self.name)
 
         written = self._set([source], resolve, "import", replaces=force)
-        return {number: each for (_, number), each in sorted(written.items())}
+        offsets = {number: each for (_, number), each in sorted(written.items())}
+        self._recorder.audit("import_checkpoint", group=self.name, topic=topic, offsets=offsets, force=force)
+        return offsets
 
     def delete(self, force: bool = False, topic: str | None = None) -> None:
         """Delete the group: a consumer that uses its name later starts anew.
@@ -194,6 +206,7 @@ class GroupHandle:
         read the topic.
         """
         arguments.flag(InvalidGroup, "force", force)
+        asked = topic
         state = self._reader.read_there()
         ids = None if topic is None else self._reader.ids_to_forget(state, topic)
         state = state.only(ids)
@@ -214,13 +227,15 @@ class GroupHandle:
         if ids is None or not (left := self._reader.read()).is_there:
             self._retire_leader(state if ids is None else left)
         self._project()
+        self._recorder.audit("delete_group", group=self.name, topic=asked, force=force)
 
     def retry(self, topic: str, partition: int) -> None:
         """Handle the message again that a partition is paused at. Raises GroupError if the partition is not paused."""
         for _ in range(ATTEMPTS_MAX):
-            key, _, version = self._pause(topic, partition)
+            key, paused, version = self._pause(topic, partition)
             try:
                 self._registry.commit({key: version}, delete=[key])
+                self._audit_decision("retry", topic, key, paused)
                 return
             except Conflict:  # the partition is paused at another message, or somebody has decided otherwise
                 continue
@@ -239,6 +254,7 @@ class GroupHandle:
             order = replace(paused, skip=True)
             try:
                 self._registry.commit({key: version}, {key: order.dump()})
+                self._audit_decision("skip", topic, key, paused)
             except Conflict:  # the decision is only about the message that was seen
                 is_other = True
         if is_other:
@@ -248,6 +264,12 @@ class GroupHandle:
     def paused(self, topic: str, partition: int) -> Paused:
         """The message that a partition is paused at, and why. Raises GroupError if the partition is not paused."""
         return self._pause(topic, partition, is_changed=False)[1]
+
+    def _audit_decision(self, action: str, topic: str, key: str, paused: Paused) -> None:
+        """action: "retry" or "skip"."""
+        id, partition = partition_of(key)
+        place = {"group": self.name, "topic": topic, "topic_id": id, "partition": partition}
+        self._recorder.audit(action, **place, offset=paused.offset)
 
     # Reading.
 
@@ -361,6 +383,7 @@ class GroupHandle:
             # All keys in one commit first; if another commit has changed one of them, one commit for each key.
             for some in in_commits(writes, guard, self._registry.limits, None if attempt == 0 else 1):
                 if self._commit(some, guard):
+                    self._record_freed(some, by, state)
                     written |= {write.partition: todo[write.partition] for write in some}
             if todo.keys() <= written.keys():
                 if not state.members:
@@ -376,6 +399,17 @@ class GroupHandle:
             return False
         guard.committed(writes, versions)
         return True
+
+    def _record_freed(self, writes: Sequence[CheckpointWrite], by: str, state: GroupState) -> None:
+        """by: the operation that has written these owner keys."""
+        names = self._reader.names(state)
+        for write in writes:
+            (id, partition), owner = write.partition, write.owner
+            assert owner is not None
+            place = {"group": self.name, "topic": names.get(id, id), "topic_id": id, "partition": partition}
+            past = [list(each) for each in owner.past]
+            nobody = {"member": "", "incarnation": None}
+            self._recorder.record("partition.freed", **place, **nobody, epoch=owner.epoch, by=by, past=past)
 
     def _project(self) -> None:
         """Write the readable files of the group, if there is a place for them and no member writes them."""

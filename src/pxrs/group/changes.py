@@ -99,7 +99,7 @@ def write_of(keys: Keys, state: GroupState, partition: TopicPartition, offset: i
     """The checkpoint at this offset, or none, with the owner key free and under a new epoch (G5)."""
     owner, owner_version = state.owner(partition)
     _, version = state.checkpoints.get(partition, (None, ABSENT))
-    free = Owner(None, owner.epoch + 1)
+    free = Owner(None, owner.epoch + 1, past=owner.history())
     checkpoint = None if offset is None else Checkpoint(offset, time.time(), by, free.epoch)
     return CheckpointWrite(keys, partition, owner_version, version, checkpoint, free)
 

@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 from pxrs.errors import Conflict, OutcomeUnknown
 from pxrs.group.lane import Lane
-from pxrs.group.records import BY_HAND, Checkpoint, Keys, Owner
+from pxrs.group.records import BY_HAND, NOBODY, Checkpoint, Keys, Owner
 from pxrs.log.numbering import TopicPartition
 
 
@@ -157,6 +157,8 @@ class Holding:
     """The partition is to be released when nothing of it is in hand any more."""
     may_be_released: bool = False
     """A release was sent and its reply lost: it may still be applied."""
+    owner: Owner = NOBODY
+    """The owner key as the claim wrote it."""
 
     def write(
         self,
@@ -167,12 +169,14 @@ class Holding:
         *,
         is_last: bool = False,
         failure: str | None = None,
+        is_stored: bool = False,
     ) -> CheckpointWrite:
         """The checkpoint of what is done. `checkpoint_version` must be known.
 
         place:   the partition as its keys name it.
         is_last: release the partition in the same commit.
-        failure: the id of a pause that the same commit writes; by default that of the last one stays."""
+        failure: the id of a pause that the same commit writes; by default that of the last one stays.
+        is_stored: see `Owner.history`; of a release."""
         if self.checkpoint_version is None:
             raise ValueError(f"the version of the checkpoint of {place[0]}/{place[1]} is not known")
         offset = max(self.lane.done, self.checkpoint.offset)
@@ -189,8 +193,12 @@ class Holding:
             self.version,
             self.checkpoint_version,
             checkpoint,
-            Owner(None, self.epoch + 1) if is_last else None,
+            self.released(is_stored=is_stored) if is_last else None,
         )
+
+    def released(self, *, is_stored: bool) -> Owner:
+        """The owner key as a release writes it."""
+        return Owner(None, self.epoch + 1, past=self.owner.history(is_stored=is_stored))
 
     def settle(self, write: CheckpointWrite, settled: Settled) -> None:
         """Note what is known since a write of this partition has ended. A loss is the caller's to deal with."""

@@ -112,6 +112,9 @@ class Committing(Incarnation):
         """The registry has confirmed the release: these are not owned any more."""
         for number in partitions:
             holding = self.held.pop(number)
+            place = self.place(number)
+            is_stored = self.reports.is_stored(place, holding.epoch)
+            self.reports.owner_changed("released", place, holding.owner, holding.released(is_stored=is_stored))
             # Compare with the checkpoint that was written: more may have been done since, which the next owner will do
             # again.
             holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
@@ -179,7 +182,15 @@ class Committing(Incarnation):
         when, name = self.wall(), self.member.name
         return FencedWrite(
             [
-                self.held[number].write(self.keys, self.place(number), when, name, is_last=is_last, failure=failure)
+                self.held[number].write(
+                    self.keys,
+                    self.place(number),
+                    when,
+                    name,
+                    is_last=is_last,
+                    failure=failure,
+                    is_stored=is_last and self.reports.is_stored(self.place(number), self.held[number].epoch),
+                )
                 for number in partitions
             ]
         )
@@ -193,6 +204,7 @@ class Committing(Incarnation):
             self.held[number].settle(part, settled)
             CONSUMER_COMMITS.of(self.keys.group, _COUNTED_AS[settled.outcome]).add()
             if settled.outcome is Outcome.LOST:
+                self.reports.checkpoint_refused(self.held[number].lane)
                 self.lose(number)
                 lost.append(number)
         return lost

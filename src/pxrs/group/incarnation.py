@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from pxrs.group.checkpoints import Holding
 from pxrs.group.foreign import Foreign
 from pxrs.group.lane import Lane
-from pxrs.group.records import Home, Keys, Member
+from pxrs.group.records import Home, Keys, Member, Owner, Target
 from pxrs.log.numbering import Numbering, TopicPartition
 from pxrs.model import TopicPartition as NamedPartition
 
@@ -41,6 +41,24 @@ class Hooks(Protocol):
         """The partition stays after all: `is_stopping` is cleared as soon as this returns."""
 
     def lost(self, lane: Lane) -> None: ...
+
+
+class Reports:
+    """Told of what the registry has confirmed, for events: see `group/reporting.py`. This one tells nobody. Its methods
+    are called in the middle of a procedure, and must neither block nor call the protocol."""
+
+    def owner_changed(self, change: str, place: TopicPartition, before: Owner, after: Owner) -> None:
+        """This member has written an owner key. change: "claimed", "released" or "fenced"."""
+
+    def is_stored(self, place: TopicPartition, epoch: int) -> bool:
+        """Whether the event of the claim with this epoch is stored."""
+        return False
+
+    def targets_written(self, targets: Mapping[str, Target]) -> None:
+        """As the leader, this member has written these targets, by incarnation."""
+
+    def checkpoint_refused(self, lane: Lane) -> None:
+        """A checkpoint of this lane was refused, because the partition was taken from this member."""
 
 
 @dataclass
@@ -70,6 +88,7 @@ class Incarnation:
     sees_all: bool = False
     """Whether the member reads and watches all members and targets although it does not lead: a bounded reader ends
     only when everything else is meant for others that are there."""
+    reports: Reports = field(default_factory=Reports)
     held: dict[int, Holding] = field(default_factory=dict)
     """The partitions that this member owns, by number: see `numbering`."""
     meets_alone: bool = False

@@ -61,7 +61,10 @@ def leave(
     finally:
         session.protocol = session.lease = None
         if protocol is not None:
+            if reason is LEASE_ENDED:
+                session.reporter.lost_lease(len(protocol.held))
             protocol.lose_all(reason)
+            session.reporter.left()
         if lease is not None:
             with time_limit(until - time.monotonic()):
                 lease.close()

@@ -42,6 +42,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from pxrs.errors import GroupUnavailable, LeaseExpired, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
 from pxrs.group.checkpoints import FencedWrite
@@ -55,6 +56,7 @@ from pxrs.group.ownership import Ownership
 from pxrs.group.pauses import Pauses
 from pxrs.group.projection import Names, projection_of
 from pxrs.group.records import Home, Keys
+from pxrs.group.reporting import Reporter
 from pxrs.group.rounds import Rounds
 from pxrs.group.session import Busy, MemberSettings, Session
 from pxrs.group.timings import Timings
@@ -87,9 +89,11 @@ class GroupMember:
         topic_names: Names | None = None,
         home: Callable[[], Home | None] | None = None,
         sees_all: bool = False,
+        recorder: Recorder = LOGGED_ONLY,
     ) -> None:
         """home: gives the identity of the hub that the source is of, and raises if its groups may not be joined from
         here; it is called before every join and every checkpoint. An error of the disk is taken for an outage.
+        recorder: keeps the events of this member.
         sees_all: read and watch all members and targets, so that `Session.are_meant_for_others` can be asked."""
         assignor_named(assignor)
         self.keys = Keys(group)
@@ -100,8 +104,10 @@ class GroupMember:
             self.keys, self.name, source, start_of, find_home, self.timings, assignor, is_alone, sees_all
         )
         self._events = events
-        self._ownership = Ownership(events)
-        self.session = Session(registry, settings, self._ownership, events)
+        self.reporter = Reporter(group, self.name, source, recorder)
+        """Records what happens to this member."""
+        self._ownership = Ownership(events, self.reporter)
+        self.session = Session(registry, settings, self._ownership, events, self.reporter)
         """What the member has in the registry, and what it knows of its partitions."""
         self._pauses = Pauses(self.session, self._ownership, events)
         self._lifecycle = Lifecycle()

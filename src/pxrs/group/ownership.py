@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from pxrs.group.events import MemberEvents
 from pxrs.group.lane import Lane
+from pxrs.group.reporting import Reporter
 
 
 class Ownership:
     """The `Hooks` of a member's protocol. Its methods are called under the member's mutex."""
 
-    def __init__(self, events: MemberEvents) -> None:
-        self._events = events
+    def __init__(self, events: MemberEvents, reporter: Reporter) -> None:
+        self._events, self._reporter = events, reporter
         self.unannounced: list[Lane] = []
         """Assigned, and not yet given to the consumer: the member reads first whether a failed message holds them
         up."""
@@ -37,6 +38,7 @@ class Ownership:
         self._events.lane_released(lane)
 
     def lost(self, lane: Lane) -> None:
+        self._reporter.lost(lane)
         if lane in self.unannounced:
             self.unannounced.remove(lane)
             return

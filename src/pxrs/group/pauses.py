@@ -65,8 +65,10 @@ class Pauses:
         owner's handler fails on the message too."""
         for lane, paused in list(self.unwritten.items()):
             protocol = self._session.protocol
-            if protocol is not None and self._session.holding(lane) is not None:
-                self._session.drive(protocol.pause(lane.partition, paused))
+            is_held = protocol is not None and self._session.holding(lane) is not None
+            if protocol is not None and is_held and self._session.drive(protocol.pause(lane.partition, paused)):
+                failure = Failure(paused.error, paused.error_type)
+                self._session.reporter.failure("partition.paused", lane, paused.offset, failure)
             del self.unwritten[lane]
 
     def announce(self, protocol: MemberProtocol) -> None:
@@ -94,6 +96,8 @@ class Pauses:
             if entry is None:
                 lane.seek(lane.done)
             lane.is_failed = lane.is_paused = False
+            if entry is None:
+                self._session.reporter.decided("partition.retried", lane, lane.done)
             self._events.lanes_assigned([])
 
     def _read(self, protocol: MemberProtocol, lanes: Iterable[Lane]) -> dict[int, Entry]:
@@ -122,4 +126,5 @@ class Pauses:
         except Conflict:
             self._session.wake()  # the partition was taken, or an administrator has decided anew: read again
             return False
+        self._session.reporter.decided("partition.skipped", lane, paused.offset)
         return True

@@ -260,6 +260,7 @@ class MemberProtocol(Joining, Committing):
             except OutcomeUnknown:
                 self.has_late_targets = True
                 raise
+            self.reports.targets_written({name: targets[name][0] for name in some})
         gone = {keys.target(name): version for name, version in action.gone.items()}
         if legacy is not None:
             gone[legacy.key] = legacy.version
@@ -283,13 +284,18 @@ class MemberProtocol(Joining, Committing):
 
     def _fence(self, action: Fence) -> Steps[None]:
         """Free the owner keys, and raise `Target.taken` of the owner, so that the owner reads its owner keys."""
+        assert self.snapshot is not None
         key, target, version = self.keys.target(action.owner), action.target, action.target_version
         for some in in_parts(sorted(action.partitions.items()), max(1, self.keys_max - 2)):
             target = replace(target, taken=target.taken + 1)
             expect = {self.keys.owner(*partition): owner_version for partition, (owner_version, _) in some}
-            put = {self.keys.owner(*partition): Owner(None, epoch).dump() for partition, (_, epoch) in some}
+            before = {partition: self.snapshot.owner(partition)[0] for partition, _ in some}
+            after = {place: Owner(None, epoch, past=before[place].history()) for place, (_, epoch) in some}
+            put = {self.keys.owner(*partition): owner.dump() for partition, owner in after.items()}
             leads = {self.keys.leader: action.leader_version, key: version}
             version = (yield Write({**leads, **expect}, {**put, key: target.dump()}))[key]
+            for partition, owner in after.items():
+                self.reports.owner_changed("fenced", partition, before[partition], owner)
 
     def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
         """Claim several partitions in one commit. If another member has claimed one of them, claim the others. Raises
@@ -297,10 +303,14 @@ class MemberProtocol(Joining, Committing):
         assert self.snapshot is not None
         target_key = self.keys.target(self.incarnation)
         put, expect = {}, {target_key: self.snapshot.target(self.incarnation)[1]}
+        before = {claim.partition: self.snapshot.owner(self.place(claim.partition))[0] for claim in claims}
+        owners = dict[int, Owner]()
         for claim in claims:
+            past = before[claim.partition].history()
+            owners[claim.partition] = Owner(self.incarnation, claim.epoch, self.member.name, past)
             key = self.keys.owner(*self.place(claim.partition))
             expect[key] = claim.version
-            put[key] = Owner(self.incarnation, claim.epoch, self.member.name).dump()
+            put[key] = owners[claim.partition].dump()
             if claim.gone is not None:
                 expect[self.keys.member(claim.gone)] = ABSENT
         try:
@@ -312,6 +322,8 @@ class MemberProtocol(Joining, Committing):
             if rest and len(rest) < len(claims):
                 yield from self._claim(rest)
             return
+        for number, owner in owners.items():
+            self.reports.owner_changed("claimed", self.place(number), before[number], owner)
         # Read after the claim: what the former owner wrote until the claim counts (G3).
         found = yield from self._read_checkpoints(claims)
         if len(found) < len(claims):  # somebody has deleted the group meanwhile: it begins anew
@@ -325,7 +337,9 @@ class MemberProtocol(Joining, Committing):
             checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
             version = versions[self.keys.owner(*self.place(claim.partition))]
-            self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
+            self.held[claim.partition] = Holding(
+                claim.epoch, version, checkpoint, entry.version, lane, owner=owners[claim.partition]
+            )
 
     def _differs(self, claim: Claim, conflict: Conflict) -> bool:
         gone = claim.gone is not None and self.keys.member(claim.gone) in conflict.keys

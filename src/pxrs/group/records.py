@@ -112,6 +112,8 @@ def partition_of(key: str) -> TopicPartition:
     return topic, int(number)
 
 
+PAST_MAX: Final = 8
+"""How many earlier owners `Owner.past` has at most: so many changes in a row may lose their events."""
 LAYOUT: Final = 2
 """The layout of the keys that this version writes: see the docstring of this module."""
 _LAYOUT_MARK: Final = re.compile(r"(.*)@([0-9]+)", re.DOTALL)
@@ -311,6 +313,14 @@ class Pinned(Record):
     partitions: int = 0
 
 
+class Earlier(NamedTuple):
+    """The owner of a partition during an earlier epoch, as `Owner.past` and events name it."""
+
+    epoch: int
+    incarnation: str | None
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class Owner(Record):
     """The owner of a partition; None if it is free. The epoch rises with each claim and each release (X9)."""
@@ -318,6 +328,38 @@ class Owner(Record):
     incarnation: str | None
     epoch: int
     name: str = ""
+    past: tuple[Earlier, ...] = field(default=(), compare=False)
+    """The owners of the epochs before this one, the last one last, as far as their events are not known to be stored;
+    at most `PAST_MAX`. Only events are made of it: a process that dies after it has changed the owner, and before it
+    has stored the event of that, leaves the change here for the event of the next one (`pxrs.events.timeline`). Not
+    stored if there are none."""
+
+    def history(self, *, is_stored: bool = False) -> tuple[Earlier, ...]:
+        """The `past` of the owner that follows this one. is_stored: the event of this owner's claim is stored, and with
+        it what was before the claim."""
+        if not self.epoch:
+            return ()
+        return (*(() if is_stored else self.past), Earlier(self.epoch, self.incarnation, self.name))[-PAST_MAX:]
+
+    def dump(self) -> bytes:
+        fields = asdict(self)
+        if not self.past:
+            del fields["past"]
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, key: str, value: bytes) -> Self:
+        stored = super(Owner, cls).load(key, value)
+        if not stored.past:
+            return stored
+        try:
+            return replace(stored, past=tuple(Earlier(*each) for each in stored.past))
+        except TypeError as error:
+            raise RegistryCorrupt(key, f"it is no owner: {error}") from error
+
+
+NOBODY: Final = Owner(None, 0)
+"""The owner of a partition that has no owner key, because no member has ever claimed it."""
 
 
 @dataclass(frozen=True, slots=True)

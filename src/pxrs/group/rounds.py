@@ -199,12 +199,7 @@ class Rounds:
 
     def _give_up(self) -> None:
         """A handler makes no progress: leave the group until it returns (X13)."""
-        _logger.warning(
-            "group %s, member %s: a handler has made no progress for %g s; giving up its partitions",
-            self._group,
-            self._name,
-            self._timings.progress_timeout,
-        )
+        self._session.reporter.stuck(self._timings.progress_timeout)
         leave(self._session, self._ownership, self._events, may_fail=True)
         # Last: a thread that reads calls `come_back` as soon as it sees this, unless it has a message of a lost lane.
         self._lifecycle.is_away = True
@@ -213,6 +208,7 @@ class Rounds:
     def _fail(self, error: BaseException) -> None:
         """The member has ended because of an error: leave the group, and have `check` raise the error."""
         self._lifecycle.fail(error)
+        self._session.reporter.failed(error)
         try:
             with self._session.procedure():
                 leave(self._session, self._ownership, self._events, may_fail=True)

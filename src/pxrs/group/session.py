@@ -28,6 +28,7 @@ from pxrs.group.incarnation import LEASE_ENDED, Hooks
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol, rearmed
 from pxrs.group.records import Checkpoint, Home, Keys, Member, ReadTopic
+from pxrs.group.reporting import Reporter
 from pxrs.group.timings import Timings
 from pxrs.log.contract import Source
 from pxrs.metrics.instruments import CONSUMER_COMMIT
@@ -95,8 +96,10 @@ class MemberSettings:
 class Session:
     """Shared by the parts of one member."""
 
-    def __init__(self, registry: Registry, settings: MemberSettings, hooks: Hooks, events: MemberEvents) -> None:
-        self.registry, self.settings = registry, settings
+    def __init__(
+        self, registry: Registry, settings: MemberSettings, hooks: Hooks, events: MemberEvents, reporter: Reporter
+    ) -> None:
+        self.registry, self.settings, self.reporter = registry, settings, reporter
         self._hooks, self._events = hooks, events
         self._commit_time = CONSUMER_COMMIT.of(settings.keys.group)
         self.mutex = threading.RLock()
@@ -177,6 +180,7 @@ class Session:
         closing: set when the member is closed; a wait for the first checkpoints ends then"""
         if self.protocol is not None:
             self._former.add(self.protocol.incarnation)
+            self.reporter.lost_lease(len(self.protocol.held))
             self.protocol.lose_all(LEASE_ENDED)
             self._events.call_back()
         if self.lease is not None:
@@ -199,7 +203,9 @@ class Session:
             former=frozenset(self._former),
             sees_all=settings.sees_all,
             named=settings.source.named,
+            reports=self.reporter,
         )
+        self.reporter.begin(protocol)
         try:
             if not self.drive(protocol.join()):
                 self._await_starts(protocol, closing)
@@ -208,6 +214,7 @@ class Session:
             # for this one to write the first checkpoints.
             protocol.is_gone = True
             raise
+        self.reporter.joined(protocol)
         return protocol
 
     def _await_starts(self, protocol: MemberProtocol, closing: threading.Event) -> None:

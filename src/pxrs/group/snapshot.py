@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pxrs.group.records import (
+    NOBODY,
     Checkpoint,
     Home,
     Keys,
@@ -29,8 +30,6 @@ from pxrs.registry.steps import Get, Scan, Steps
 
 GAP_MAX: Final = 16
 """How many entries that are not needed are read to save a call: a call costs about as much."""
-NOBODY: Final = Owner(None, 0)
-"""The owner of a partition that has no owner key, because no member has ever claimed it."""
 
 
 @dataclass(slots=True)

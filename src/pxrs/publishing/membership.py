@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from pxrs.errors import GroupActive, PartitionLost, RegistryUnavailable
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Home
@@ -69,13 +70,14 @@ class Membership:
         options: QueryOptions,
         start_of: Callable[[int, int], int],
         home: Callable[[], Home | None] | None,
+        recorder: Recorder = LOGGED_ONLY,
     ) -> None:
         """Join the group. Raises GroupActive if the query must be alone and other members stay for two leases.
 
         start_of: the first offset of a partition without a checkpoint, given its number and the first offset that
-                  retention has left. home: as `GroupMember` takes it."""
+                  retention has left. home, recorder: as `GroupMember` takes them."""
         self._source, self._registry, self._options = source, registry, options
-        self._start_of, self._home = start_of, home
+        self._start_of, self._home, self._recorder = start_of, home, recorder
         self._changed = threading.Condition()
         self._lanes: dict[int, Lane] = {}
         self._unplaced: dict[int, Lane] = {}
@@ -106,6 +108,7 @@ class Membership:
                 assignor=self._options.assignor,
                 is_alone=not self._options.is_shared,
                 home=self._home,
+                recorder=self._recorder,
             )
             with self._registry.watch(member.keys.members) as watch:
                 try:

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetTrimmed, PartitionLost, PartitionsPaused
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.group.lane import Lane
 from pxrs.group.positions import check_start
 from pxrs.group.records import Checkpoint, Home
@@ -71,10 +72,11 @@ class Query:
         registry: Registry,
         options: QueryOptions,
         home: Callable[[], Home | None] | None = None,
+        recorder: Recorder = LOGGED_ONLY,
     ) -> None:
         """Join the group. Raises GroupActive if the query must be alone and other members stay for two leases.
 
-        home: as `GroupMember` takes it: the hub to which the source belongs."""
+        home, recorder: as `GroupMember` takes them: the hub to which the source belongs, and its events."""
         self.source = source
         self._registry, self._options = registry, options
         self.targets: dict[TopicPartition, int] | None = None
@@ -92,7 +94,7 @@ class Query:
         """The paused partitions that the last warning named."""
         self._only = None if options.only is None else _numbers(source, options.only)
         self._starts = first_offsets(source, registry, options)
-        self.membership = Membership(source, registry, options, self._start_of, home)
+        self.membership = Membership(source, registry, options, self._start_of, home, recorder)
 
     def _start_of(self, number: int, first: int) -> int:
         """The offset at which a partition without a checkpoint begins. first: the first offset that retention has left.

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from pxrs.errors import Conflict, QueueDiffers, QueueExists, RegistryCorrupt, RegistryUnavailable, UnknownQueue
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.queue.deleting import clear_deleted, delete_queue
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.puts import PutVersions
@@ -37,9 +38,15 @@ T = TypeVar("T")
 class QueueCatalog:
     """Threads share it. `_lock` guards `_known`, and is not held during a call of the registry."""
 
-    def __init__(self, registry: Registry, versions: PutVersions, on_gone: Callable[[Queue], None]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        versions: PutVersions,
+        on_gone: Callable[[Queue], None],
+        recorder: Recorder = LOGGED_ONLY,
+    ) -> None:
         """on_gone: called with a queue that this process knew and that was found deleted."""
-        self._registry = registry
+        self._registry, self._recorder = registry, recorder
         self._versions = versions
         self._on_gone = on_gone
         self._lock = threading.Lock()
@@ -78,6 +85,7 @@ class QueueCatalog:
         except Conflict:
             raise QueueExists(f"there is a queue {queue.name!r} already: use it, or choose another name") from None
         self._versions.created(queue, versions[queue.existence])
+        self._recorder.audit("create_queue", queue=queue.name)
         return queue
 
     def alter(self, name: str, changes: Mapping[str, Any]) -> Queue:

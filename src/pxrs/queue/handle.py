@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+ITEMS_MAX: Final = 100
+"""How many ids of items an audited action names."""
 PEEK_MAX: Final = 10_000
 SCAN_ITEMS: Final = 500
 """How many keys are read at a time."""
@@ -198,6 +200,7 @@ class DeadLetters:
                 done += sum(self._retry_in_order(queue, entry, record) for entry, record in _whole(queue, page))
                 continue
             done += self._move([moves.retry(queue, entry, record) for entry, record in _whole(queue, page)])
+        self._audit("requeue", queue, chosen, done)
         return done
 
     def _retry_in_order(self, queue: Queue, entry: Entry, found: Record) -> int:
@@ -217,7 +220,14 @@ class DeadLetters:
     def purge(self, ids: Iterable[str] | None = None) -> int:
         """Delete the dead letters with these ids, or all. Returns how many."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
-        return sum(self._move([moves.purge(entry) for entry in page]) for page in self._chosen(queue, chosen))
+        done = sum(self._move([moves.purge(entry) for entry in page]) for page in self._chosen(queue, chosen))
+        self._audit("purge", queue, chosen, done)
+        return done
+
+    def _audit(self, action: str, queue: Queue, chosen: set[str] | None, count: int) -> None:
+        """action: what was done to so many dead letters. chosen: their ids; None if all were meant."""
+        items = None if chosen is None else sorted(chosen)[:ITEMS_MAX]
+        self._store.recorder.audit(action, queue=queue.name, items=items, count=count)
 
     def _move(self, planned: Sequence[Move]) -> int:
         return drive(move_all(planned, self._store.registry.limits), self._store.registry)

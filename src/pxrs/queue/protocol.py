@@ -29,11 +29,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pxrs.errors import Conflict, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.failures import Failure
 from pxrs.queue import moves
 from pxrs.queue.counts import by_queue, count_given_back
 from pxrs.queue.items import Put, Taken
-from pxrs.queue.moves import Changes, Move, Take, in_parts
+from pxrs.queue.moves import Changes, Held, Move, Take, in_parts
 from pxrs.queue.outcomes import RESOLVE_ATTEMPTS, Slot, dump_outcome
 from pxrs.queue.puts import PutVersions, add_puts
 from pxrs.queue.records import Queue, Turn
@@ -137,6 +138,8 @@ class Reason(NamedTuple):
     """Seconds since 1970, on the clock by which delays are counted."""
     random: Callable[[], float]
     """Numbers from 0 to 1, for the backoffs."""
+    recorder: Recorder = LOGGED_ONLY
+    """Told of the items that became dead letters."""
 
 
 def give_back(in_hand: InHand, reason: Reason, limits: Limits) -> Steps[None]:
@@ -156,6 +159,18 @@ def give_back(in_hand: InHand, reason: Reason, limits: Limits) -> Steps[None]:
         except Conflict:
             continue  # the turn is not this transaction's any more: a sweeper has returned the items
         count_given_back(queue, returned[:done])
+        if done:
+            record_dead(reason.recorder, queue, held, returned, reason.failure)
+
+
+def record_dead(
+    recorder: Recorder, queue: Queue, held: Iterable[Held], returned: Iterable[Move], failure: Failure
+) -> None:
+    """Record the items that have become dead letters. held, returned: items in flight, and the move of each."""
+    for (_, _, record), move in zip(held, returned, strict=True):
+        if move.target is not None and move.target.startswith(queue.dead):
+            place = {"queue": queue.name, "queue_id": queue.id, "item": record.id, "deliveries": record.deliveries}
+            recorder.record("item.dead", **place, error=failure.text, error_type=failure.type)
 
 
 def return_pending(pending: PendingTake, reason: Reason, limits: Limits) -> Steps[None]:

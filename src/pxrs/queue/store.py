@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from pxrs.errors import Closed, UsedAfterFork
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.failures import Failure
 from pxrs.metrics.instruments import QUEUE_IN_FLIGHT, Read
 from pxrs.queue.catalog import QueueCatalog
@@ -43,13 +44,14 @@ class QueueStore:
     """Threads share it. `_lock` guards the heads and the open transactions; `_taker_lock` is held while a taker
     registers, which is a call of the registry."""
 
-    def __init__(self, registry: Registry, lease_ttl: float) -> None:
-        self.registry = registry
+    def __init__(self, registry: Registry, lease_ttl: float, recorder: Recorder = LOGGED_ONLY) -> None:
+        """recorder: keeps the events of the queues."""
+        self.registry, self.recorder = registry, recorder
         self.lease_ttl = lease_ttl
         self.versions = PutVersions()
         self.combiner = Combiner(registry)
-        self.catalog = QueueCatalog(registry, self.versions, self._forget)
-        self.sweeping = Sweeping(registry.limits, self.wall_time, random.random)
+        self.catalog = QueueCatalog(registry, self.versions, self._forget, recorder)
+        self.sweeping = Sweeping(registry.limits, self.wall_time, random.random, recorder)
         self.keeper = Keeper(registry, self.catalog, self.versions, self.sweeping, self.taker)
         self._lock = threading.Lock()
         self._taker_lock = threading.Lock()
@@ -68,7 +70,7 @@ class QueueStore:
 
     def reason(self, failure: Failure) -> Reason:
         """Why items are returned, for the procedures of `protocol`."""
-        return Reason(failure, self.wall_time, random.random)
+        return Reason(failure, self.wall_time, random.random, self.recorder)
 
     def check_usable(self) -> None:
         """Raises Closed, and UsedAfterFork in a forked child."""

@@ -22,21 +22,23 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pxrs.errors import Conflict, RegistryCorrupt
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.failures import Failure
 from pxrs.queue import moves
 from pxrs.queue.counts import count_given_back
 from pxrs.queue.moves import Held
-from pxrs.queue.protocol import move_all
+from pxrs.queue.protocol import move_all, record_dead
 from pxrs.queue.puts import PutVersions
 from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
 from pxrs.registry.contract import ABSENT, Entry, Limits
 from pxrs.registry.steps import Get, Scan, Steps, Write
-from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)
 
 PROMOTE_ITEMS: Final = 100
 """How many delayed items are read at a time."""
+ITEMS_MAX: Final = 100
+"""How many items the event of returned items names."""
 TAKER_GONE: Final = "the process that had taken it died, or lost its lease"
 
 
@@ -78,6 +80,7 @@ class Sweeping:
     """Seconds since 1970, on the clock by which delays are counted."""
     random: Callable[[], float]
     """Numbers from 0 to 1, for the backoffs."""
+    recorder: Recorder = LOGGED_ONLY
 
     def return_items_of_dead(self, queues: Sequence[Queue]) -> Steps[set[str] | None]:
         """Return the items of these queues whose takers are gone. The takers that live; None if they were not read,
@@ -115,8 +118,11 @@ class Sweeping:
         returned, last = moves.give_back_all(queue, held, Failure(TAKER_GONE), turn_version, self.random, now)
         done = yield from move_all(returned, self.limits, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
         count_given_back(queue, returned[:done])
-        given = counted(len(entries), "item")
-        _logger.info("queue %s: gave back %s of taker %s, which is gone", queue.name, given, taker)
+        if done:  # otherwise another sweeper was faster
+            items = [record.id for _, _, record in held]
+            place = {"queue": queue.name, "queue_id": queue.id, "taker": taker}
+            self.recorder.record("item.returned", **place, count=done, items=items[:ITEMS_MAX])
+            record_dead(self.recorder, queue, held, returned, Failure(TAKER_GONE))
 
     def end_delays(self, queue: Queue) -> Steps[float | None]:
         """Make ready the delayed items that are due. When the next one is, in seconds since 1970; None: there is

@@ -72,7 +72,11 @@ class Server:
         keep_freed_blocks()
         self._settings = settings
         self.pools = Pools(settings.limits)
-        gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get), issuer=Issuer(lambda: hub.registry))
+        gate = Gate(
+            settings.auth,
+            HubNames(lambda: hub.topics(internal=True), hub.registry.get),
+            issuer=Issuer(lambda: hub.registry),
+        )
         grants = Grants(hub.registry, settings.limits.leases_max)
         served = Served(hub, grants, uuid.uuid4().hex, gate, staging_of(hub))
         self.grants = served.grants

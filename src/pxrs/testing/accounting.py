@@ -5,15 +5,17 @@ which message it began to handle, which checkpoints the registry accepted from i
 journal as it was. `account` then says whether anything was lost, out of order, or done twice beyond the last
 checkpoint. It counts messages, not offsets, which may have gaps.
 
-python -m pxrs.testing.accounting URL REGISTRY TOPIC GROUP NAME JOURNAL LEASE_TTL
+python -m pxrs.testing.accounting URL REGISTRY TOPIC GROUP NAME JOURNAL LEASE_TTL DIES
 
-TOPIC is a name, or the settings of `sql_table` as a JSON object.
+TOPIC is a name, or the settings of `sql_table` as a JSON object. DIES is the probability with which the worker kills
+itself each time that it has changed the owner of a partition, before it records the event.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,8 +32,10 @@ import pxrs
 from pxrs.clock import SYSTEM
 from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.events import GroupEvents
+from pxrs.events.recording import Recorder
+from pxrs.events.timeline import Place, owners
 from pxrs.group.lane import Lane
-from pxrs.group.records import Checkpoint, Keys, Member, partition_of
+from pxrs.group.records import Checkpoint, Keys, Member, Owner, partition_of
 from pxrs.log.joined import JoinedSource
 from pxrs.log.numbering import TopicPartition
 from pxrs.model import Message
@@ -39,6 +44,8 @@ from pxrs.sources import SqlTable, sql_table
 from pxrs.testing.forked import Forked
 
 HANDLING_S = 0.0005
+DIED = 77
+"""The exit code of a worker that has ended itself: see `Mortal`."""
 
 
 @dataclass
@@ -89,11 +96,13 @@ class Worker:
         name: str,
         folder: Path,
         ttl: float,
+        dies: float = 0.0,
     ) -> None:
+        """dies: how probably it kills itself after each change of an owner, before it records the event of that."""
         self.name, self.topic = name, topic
         self.journal = folder / f"{name}.journal"
         given = topic if isinstance(topic, str) else json.dumps(topic)
-        arguments = [url, registry, given, group, name, str(self.journal), str(ttl)]
+        arguments = [url, registry, given, group, name, str(self.journal), str(ttl), str(dies)]
         self.errors = folder / f"{name}.stderr"
         with self.errors.open("wb") as errors:
             self.process = Forked("pxrs.testing.accounting", arguments, stderr=errors.fileno())
@@ -135,8 +144,8 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
             continue
         for line in path.read_text().splitlines():
             kind, *rest = line.split()
-            if len(rest) != 4:
-                continue  # cut off by the kill
+            if len(rest) != 4 or kind == "owner":
+                continue  # cut off by the kill; or for `read_owners`
             partition, epoch, offset = map(int, rest[:3])
             if kind == "assigned":
                 found[partition, epoch] = Ownership(partition, epoch, path.stem, offset, float(rest[3]))
@@ -153,6 +162,44 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
         ownership.kept = [offset for offset, _ in kept.get(place, ())]
         ownership.kept_at = [moment for _, moment in kept.get(place, ())]
     return sorted(found.values(), key=lambda each: (each.partition, each.epoch))
+
+
+def read_owners(paths: Iterable[Path]) -> dict[tuple[int, int], str]:
+    """The owners that the journals tell of: by partition and epoch, the name of the member; empty if it was nobody."""
+    found = {}
+    for path in paths:
+        for line in path.read_text().splitlines() if path.exists() else ():
+            kind, *rest = line.split()
+            if kind == "owner" and len(rest) == 4:
+                found[int(rest[0]), int(rest[1])] = rest[2].removeprefix("-")
+    return found
+
+
+def differences_of_timeline(hub: pxrs.Hub, group: str, topic_ids: Sequence[str], paths: Iterable[Path]) -> list[str]:
+    """What `_events` tells of the owners of a group's partitions that is not so, or does not tell: compared with the
+    owner keys as they are now, and with all journals. Every epoch from 1 on must be there.
+
+    topic_ids: those of the topics that the workers read, in the order in which they number the partitions."""
+    told = owners(hub.events(group=group))
+    keys = [entry for id in topic_ids for entry in hub.registry.scan(Keys(group).owners_of(id))]
+    differences, names = [], dict[tuple[int, int], str]()
+    firsts = dict(zip(topic_ids, accumulate([0, *(_count(hub, id) for id in topic_ids)]), strict=False))
+    for entry in keys:
+        (id, partition), owner = partition_of(entry.key), Owner.load(entry.key, entry.value)
+        mine = told.get(Place(group, id, partition), [])
+        if [each.epoch for each in mine] != list(range(1, owner.epoch + 1)):
+            differences.append(f"{entry.key}: epochs {[each.epoch for each in mine]}, and {owner.epoch} is the last")
+        elif (mine[-1].incarnation, mine[-1].member) != (owner.incarnation, owner.name):
+            differences.append(f"{entry.key}: {mine[-1]} is told, and {owner} is there")
+        names |= {(firsts[id] + partition, each.epoch): each.member for each in mine}
+    for place, member in read_owners(paths).items():
+        if names.get(place) != member:
+            differences.append(f"partition and epoch {place}: {names.get(place)!r} is told, and it was {member!r}")
+    return differences
+
+
+def _count(hub: pxrs.Hub, id: str) -> int:
+    return next(topic.partitions for topic in hub.topics() if topic.id == id)
 
 
 def account(
@@ -209,7 +256,22 @@ def members(registry: Registry, group: str) -> set[str]:
     return {Member.load(entry.key, entry.value).name for entry in registry.scan(Keys(group).members)}
 
 
-def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str) -> None:
+class Mortal:
+    """A recorder whose process may die between a change of an owner and the event of it."""
+
+    def __init__(self, recorder: Recorder, dies: float) -> None:
+        self._recorder, self._dies = recorder, dies
+
+    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: object) -> None:
+        if "past" in fields and random.random() < self._dies:
+            os._exit(DIED)  # as a kill does it: nothing is finished, released or flushed
+        self._recorder.record(name, on_stored, **fields)
+
+    def audit(self, action: str, /, **fields: object) -> None:
+        self._recorder.audit(action, **fields)
+
+
+def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str, dies: str) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # first: it may come while the store is slow to open
     hub = pxrs.open(url, registry=None if registry == "-" else registry)
@@ -244,9 +306,14 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
         if checkpoint.by == name:  # not the start of the group, which no member has written
             note("kept", number_of(*place), checkpoint.epoch, checkpoint.offset, moment)
 
-    _tell_checkpoints(hub.registry, Keys(group), note_kept)
+    def note_owner(place: TopicPartition, owner: Owner) -> None:
+        note("owner", number_of(*place), owner.epoch, owner.name or "-", SYSTEM.now())
+
+    _tell_commits(hub.registry, Keys(group), note_kept, note_owner)
     kind = NotedTopicsConsumer if isinstance(source, JoinedSource) else NotedConsumer
-    consumer = kind(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
+    recorder = Mortal(hub.parts.events, float(dies))
+    options: Any = {"name": name, "lease_ttl": float(ttl), "commit_interval": 0.1, "recorder": recorder}
+    consumer = kind(source, hub.registry, group, **options)
 
     def handle(message: Message) -> None:
         number = number_of(ids[message.topic], message.partition)
@@ -274,10 +341,13 @@ def _source(hub: pxrs.Hub, topic: str) -> pxrs.Source:
     return hub.log.topic(topic)
 
 
-def _tell_checkpoints(
-    registry: Registry, keys: Keys, tell: Callable[[TopicPartition, Checkpoint, float], None]
+def _tell_commits(
+    registry: Registry,
+    keys: Keys,
+    tell: Callable[[TopicPartition, Checkpoint, float], None],
+    tell_owner: Callable[[TopicPartition, Owner], None],
 ) -> None:
-    """Record every checkpoint that the registry accepts from now on, and when it was sent."""
+    """Record every checkpoint that the registry accepts from now on, and when it was sent; and every owner."""
     commit = registry.commit
     told: dict[str, bytes] = {}
 
@@ -289,6 +359,8 @@ def _tell_checkpoints(
             if key.startswith(keys.checkpoints) and told.get(key) != value:
                 told[key] = value
                 tell(partition_of(key), Checkpoint.load(key, value), moment)
+            if key.startswith(keys.owners):
+                tell_owner(partition_of(key), Owner.load(key, value))
         return versions
 
     setattr(registry, "commit", telling)  # noqa: B010 - for this one, and not for its class

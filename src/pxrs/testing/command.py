@@ -39,7 +39,7 @@ def run_here(
     captured.readouterr()
     monkeypatch.setattr(sys, "argv", ["pxrs", *arguments])
     with pytest.raises(SystemExit) as ended:
-        app.main()
+        app.run()
     code = ended.value.code
     shown = captured.readouterr()
     return Result(code if isinstance(code, int) else 0, shown.out, shown.err)

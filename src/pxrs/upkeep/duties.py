@@ -21,6 +21,7 @@ from pxrs.upkeep.records import RoundReport
 if TYPE_CHECKING:
     from pxrs.belonging import Belonging
     from pxrs.registry.contract import Registry
+    from pxrs.upkeep.observing import OwnerObserver
 
 
 class Stopped(Exception):
@@ -37,11 +38,13 @@ class Round:
         *,
         with_registry: bool,
         refusal: PxrsError | None = None,
+        observer: OwnerObserver | None = None,
     ) -> None:
-        """with_registry: also do the duties that need the registry.
+        """observer: records owners that no event tells of; without it, that is not done.
+        with_registry: also do the duties that need the registry.
         refusal: why the registry cannot be asked; then that is the error of each topic with `keep_unread`."""
         self._parts, self._should_stop = parts, should_stop
-        self._with_registry, self._refusal = with_registry, refusal
+        self._with_registry, self._refusal, self._observer = with_registry, refusal, observer
         self.removed: dict[str, dict[str, int]] = {}
         self.errors: dict[str, Exception] = {}
         """The error of each duty that failed, by subject."""
@@ -61,6 +64,7 @@ class Round:
                     self._step("removing keys of deleted topics", self._finish_deleted_topics)
                     self._step("sweeping staged files", self._sweep_staging)
                     self._step("writing the readable files of groups", self._project_groups)
+                    self._step("recording owners", self._observe_owners)
         except Stopped:
             pass  # the next janitor does what was not done
         return self._report(time.monotonic() - begun, by)
@@ -136,6 +140,13 @@ class Round:
                 f"what was staged for deleted topics is not removed: the id of topic {nameless[0]} is not known"
             )
         return {topic.id for topic in log.topics()} | {topic.id for topic in damaged if topic.id is not None}
+
+    def _observe_owners(self) -> None:
+        """Record the owners of partitions that no event tells of. Only in the registry of the hub: the groups of
+        another one are not this hub's."""
+        belonging = self._parts.belonging
+        if self._observer is not None and (belonging is None or belonging.check() is not None):
+            self._observer.observe(self._should_stop)
 
     def _project_groups(self) -> None:
         """Write the readable files of groups that nobody leads: a leader writes those of its own group."""

@@ -29,6 +29,7 @@ from pxrs.metrics.instruments import UPKEEP_ERRORS, UPKEEP_ROUND, UPKEEP_ROUNDS
 from pxrs.model import Topic
 from pxrs.upkeep.duties import Round
 from pxrs.upkeep.election import Election, Known, Role, Standing
+from pxrs.upkeep.observing import OwnerObserver
 from pxrs.upkeep.records import RoundReport
 from pxrs.upkeep.schedule import LOOK_S, ROUND_S_MIN, Schedule, retention_interval_s
 
@@ -83,6 +84,8 @@ class Janitor:
         self._round = threading.Lock()
         """Held during a look: by the thread, by `run_round`, and by the round of `close`."""
         self._election = Election(parts)
+        self._observer = OwnerObserver(parts)
+        """Used under `_round`."""
         self._outages: dict[str, Outage] = {}
         """Limits the log of each failure to one record a minute, by subject. Those of topics that are gone are
         removed."""
@@ -273,6 +276,7 @@ class Janitor:
             (lambda: False) if is_last else (lambda: self._is_closing),
             with_registry=standing.role is not Role.APART,
             refusal=standing.error,
+            observer=self._observer,
         )
         report = work.run(topics, with_others=with_others, by=self._election.incarnation)
         UPKEEP_ROUNDS.of().add()
@@ -286,6 +290,9 @@ class Janitor:
         with self._guard:
             has_changed = self._last is None or self._last.errors != report.errors
             self._last = report
+        if report.removed or (report.errors and has_changed):
+            self._record(report)
+        with self._guard:
             # Not all of `topics`: a round that `close` cuts short leaves some of them to the round of `close`.
             for topic in topics:
                 if work.has_tried(topic):
@@ -300,6 +307,12 @@ class Janitor:
             except PxrsError as error:
                 self._note("reporting the round", error)
         return report
+
+    def _record(self, report: RoundReport) -> None:
+        """Record a round that has done something, or in which something else failed than before."""
+        counts = {"topics": len(report.removed), "failures": len(report.errors)}
+        told = {"removed": report.bounded().removed, "errors": report.bounded().errors}
+        self._parts.events.record("upkeep.round", by=report.by, took_s=report.took_s, **counts, **told)
 
     def _note(self, subject: str, error: BaseException) -> None:
         outage = self._outages.get(subject)

@@ -44,7 +44,7 @@ def recorded() -> set[tuple[str, str]]:
                 continue
             beginning = {"record": "", "audit": "audit.", "_audit": "audit.", "record_audit": "audit."}
             if node.func.attr in beginning and path.is_relative_to(SOURCE):
-                given = [each.arg for each in node.keywords if each.arg not in (None, "on_stored")]
+                given = [each.arg for each in node.keywords if each.arg is not None]
                 found |= {(beginning[node.func.attr] + name.value, str(field)) for field in given}
     return found
 

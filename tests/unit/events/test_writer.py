@@ -112,7 +112,7 @@ def test_close_stores_what_waits_and_the_callback_tells_that_it_is_stored(
 ) -> None:
     told: list[str] = []
     writer = make()
-    writer.record("member.joined", on_stored=lambda: told.append("stored"), group="g", member="m")
+    writer.record("member.joined", lambda: told.append("stored"), group="g", member="m")
     assert told == []
     store.is_free.set()
     writer.close()

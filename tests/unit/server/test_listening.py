@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pxrs.cli.serve import check_listen
+from pxrs.cli.listening import check_listen
 from pxrs.errors import InvalidArgument
 from pxrs.testing.command import run_here
 

@@ -32,6 +32,7 @@ from pxrs.log.batch import Batch, check_encoded, place_id
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, RetentionPlan, TopicLog
 from pxrs.log.directory.crew import Crew
 from pxrs.log.directory.ends import Ends
+from pxrs.log.directory.glance import glance, stored_bytes
 from pxrs.log.directory.opened_directory import OpenedDirectory
 from pxrs.log.directory.partition import Partition
 from pxrs.log.directory.published import NAME as PUBLISHED
@@ -50,6 +51,8 @@ from pxrs.waiting import Callback, Subscription
 # Over the limit: it has every operation of a log's topic, and each translates the errors of the files that it uses.
 class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
+
+    # Over the limit: one short method for each operation of the contract; the work is done in the modules imported.
 
     def __init__(self, topic: Topic, folder: Path, timeout: float, place: OpenedDirectory, tailer: Tailer) -> None:
         """place: the directory of the whole log. tailer: the tailer of the whole log."""
@@ -132,6 +135,25 @@ class DirectoryTopic(TopicLog):
         """What readers may read of a partition's files; for the checker."""
         with self._reading(partition) as opened:
             return opened.published()
+
+    def glance(self) -> list[Bounds]:
+        self._check_usable()
+        try:
+            found = [
+                glance(self.partition_folder(number), place_id(self.id, number), is_retained=self.topic.is_retained)
+                for number in range(self.partitions)
+            ]
+        except (OSError, LogError) as error:
+            self._check_there(error)
+            if isinstance(error, OSError):
+                raise ReadFailed(f"{self.name}: {disk.explain(error)}") from error
+            raise
+        self._folder.check()
+        return found
+
+    def stored_bytes(self) -> list[int]:
+        self._check_usable()
+        return [stored_bytes(self.partition_folder(number)) for number in range(self.partitions)]
 
     def partition_folder(self, partition: int) -> str:
         return self._folder.of_partition(partition)

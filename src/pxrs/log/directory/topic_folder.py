@@ -16,7 +16,7 @@ class TopicFolder:
         self._name, self._id, self.path, self._directory = name, topic_id, path, directory
 
     def of_partition(self, partition: int) -> str:
-        return str(self.path / "partitions" / f"partition-{partition}")
+        return f"{self.path}/partitions/partition-{partition}"
 
     def is_there(self) -> bool:
         """False once the topic is deleted. Raises HubMoved."""

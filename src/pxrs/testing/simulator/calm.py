@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from pxrs.group.records import ReadTopic
-from pxrs.group.snapshot import NOBODY
+from pxrs.group.records import NOBODY, ReadTopic
 from pxrs.log.numbering import TopicPartition
 from pxrs.testing.simulator.admin import reset_checkpoint
 from pxrs.testing.simulator.environment import Environment

@@ -14,6 +14,7 @@ from typing import Final
 from pxrs.group.lane import Lane
 from pxrs.group.records import (
     BY_HAND,
+    NOBODY,
     Checkpoint,
     Keys,
     Leader,
@@ -25,7 +26,6 @@ from pxrs.group.records import (
     Target,
     partition_of,
 )
-from pxrs.group.snapshot import NOBODY
 from pxrs.log.numbering import TopicPartition
 from pxrs.registry.steps import Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
