@@ -186,9 +186,16 @@ def test_an_older_reservation_gives_no_published_offset_again(tmp_path: Path, bo
 def test_no_append_is_synced_and_offsets_are_reserved_many_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    syncs: list[int] = []
+    syncs: list[str] = []
     sync = disk.sync_data
-    monkeypatch.setattr(disk, "sync_data", lambda descriptor: (syncs.append(descriptor), sync(descriptor)))
+
+    def noted(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.startswith(str((tmp_path / "topics/t").resolve())):  # and not in a topic of events
+            syncs.append(path)
+        sync(descriptor)
+
+    monkeypatch.setattr(disk, "sync_data", noted)
     with pxrs.open(tmp_path) as hub:
         hub.create_topic("t", partitions=1, durability="os")
         with hub.producer("t", linger_s=0) as out:

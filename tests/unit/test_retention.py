@@ -221,7 +221,7 @@ def test_a_retention_that_failed_after_it_wrote_the_start_is_finished_by_the_nex
     """The start is in the registry and in the partition's folder, and the segments before it are still there."""
 
     def segments() -> list[int]:
-        return sorted(int(file.stem) for file in tmp_path.glob("logs/*/partitions/*/*.log"))
+        return sorted(int(file.stem) for file in tmp_path.glob("topics/t/partitions/*/*.log"))
 
     def fail(path: object, *arguments: object, **named: object) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
