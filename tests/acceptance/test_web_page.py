@@ -165,7 +165,7 @@ def test_a_rebalance_is_on_the_timeline_within_2_s(setting: Setting) -> None:
 
 
 def rebalance(setting: Setting, name: str) -> float:
-    """A second member joins; how long after it owns its partitions the page has shown that, as a picture and in words."""
+    """A second member joins; how long after it owns its partitions the page shows it, as a picture and in words."""
     second = setting.hub.consumer("orders", "billing", name=name)
     thread = threading.Thread(target=second.run, args=(pausing,), daemon=True)
     thread.start()
