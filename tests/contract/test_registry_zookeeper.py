@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -18,7 +19,7 @@ from pxrs.errors import CommitTooLarge, Conflict, LeaseExpired, MissingDependenc
 from pxrs.registry import ABSENT
 from pxrs.registry.contract import Commit
 from pxrs.registry.limit import time_limit
-from pxrs.registry.zookeeper import ZooKeeperRegistry
+from pxrs.registry.zookeeper import ZooKeeperRegistry, snapshot
 from pxrs.registry.zookeeper.bulk import MultiRead, SetWatches, next_count
 from pxrs.registry.zookeeper.client import UNSENT_MAX, Client, Crowded, Endpoint
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
@@ -348,3 +349,21 @@ def test_a_request_that_finds_no_room_to_be_sent_waits_no_longer_than_the_limit_
     with time_limit(0.05), pytest.raises(Crowded):
         client._call(None, None)
     assert SYSTEM.now() - began < 15
+
+
+def test_a_snapshot_that_needs_several_requests_is_exact_or_refused(
+    registry: ZooKeeperRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests are of different moments: their answers count only if nothing was written meanwhile."""
+    registry.commit(put={f"a/{n}": b"%d" % n for n in range(20)})
+    monkeypatch.setattr(snapshot, "REQUEST_BYTES_MAX", 200)
+    assert list(registry.snapshot().entries) == registry.scan("")
+    asked = snapshot.SnapshotReader._ask
+
+    def disturbed(reader: snapshot.SnapshotReader, parts: Any) -> Any:
+        registry.commit(put={"a/0": b"again"})
+        return asked(reader, parts)
+
+    monkeypatch.setattr(snapshot.SnapshotReader, "_ask", disturbed)
+    with pytest.raises(RegistryUnavailable, match="while the programs are stopped"):
+        registry.snapshot()
