@@ -25,9 +25,9 @@ from pxrs.group.snapshot import GroupState
 from pxrs.log.contract import Source
 from pxrs.log.numbering import TopicPartition
 from pxrs.registry.contract import Entry, Registry
-from pxrs.registry.watch import Watch
 from pxrs.sources.catalog import PREFIX, Catalog, RegisteredSource
 from pxrs.web.topics import TopicBook
+from pxrs.web.watching import Watching, watch
 
 ROOT: Final = "groups/"
 LIST_S: Final = 10.0
@@ -43,7 +43,7 @@ class SourceBook:
     """The registered sources, read again after a change. It is the `Sources` that descriptions are made with."""
 
     def __init__(self, registry: Registry) -> None:
-        self._watch = registry.watch(PREFIX)
+        self._watch = watch(registry, PREFIX)
         self._catalog = Catalog(registry)
         self._records: Sequence[RegisteredSource] | None = None
         self.changes = 0
@@ -72,7 +72,7 @@ class WatchedGroup:
     """A group that is or was there."""
 
     handle: GroupHandle
-    watch: Watch | None
+    watch: Watching | None
     state: GroupState = field(default_factory=GroupState)
     reads: int = 0
     """How often the records were read."""
@@ -116,7 +116,7 @@ class GroupBook:
 
     def __init__(self, registry: Registry, topics: TopicBook, home: Callable[[], Home | None]) -> None:
         self._registry, self._topics, self._home = registry, topics, home
-        self._watch = registry.watch(ROOT)
+        self._watch = watch(registry, ROOT)
         self.sources = SourceBook(registry)
         self.by_name: dict[str, WatchedGroup] = {}
         self._list_again = 0.0
@@ -196,8 +196,8 @@ class GroupBook:
     def _add(self, name: str) -> None:
         handle = GroupHandle(self._registry, name, self._topics, (), self._home, self.sources)
         watched = sum(each.watch is not None for each in self.by_name.values())
-        watch = self._registry.watch(Keys(name).root) if watched < WATCHES_MAX else None
-        self.by_name[name] = WatchedGroup(handle, watch)
+        mine = watch(self._registry, Keys(name).root) if watched < WATCHES_MAX else None
+        self.by_name[name] = WatchedGroup(handle, mine)
 
     def _read(self, name: str, now: float) -> None:
         self._parse(name, self._registry.scan(Keys(name).root), now)

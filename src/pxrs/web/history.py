@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Final
 
-from pxrs.errors import Closed, PxrsError
+from pxrs.errors import Closed, NoDirectory, PxrsError
 from pxrs.events import Event
 
 HOURS: Final = 6
@@ -59,9 +59,13 @@ class History:
                         return
             except Closed:
                 return
-            except PxrsError as error:
+            except NoDirectory as error:  # a hub without topics keeps no events
                 self.problem = str(error)
-                _logger.warning("the events of the hub cannot be followed, and are tried again: %s", error)
+                return
+            except PxrsError as error:
+                if self.problem != str(error):
+                    _logger.warning("the events of the hub cannot be followed, and are tried again: %s", error)
+                self.problem = str(error)
             with self._lock:
                 self._by_group.clear()
                 self._order.clear()
