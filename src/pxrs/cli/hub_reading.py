@@ -176,11 +176,11 @@ class KeptReading:
         self._changed.wait_for(lambda: self._done >= until or self._is_closing, WAIT_S)
 
     def close(self) -> None:
-        """End the thread, once the reading that is under way has ended."""
+        """End the thread, once the reading that is under way has ended; wait for that no longer than WAIT_S."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(WAIT_S)
 
     def _serve(self) -> None:
         while True:

@@ -36,7 +36,7 @@ from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
 from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 from pxrs.log.joined import JoinedSource
-from pxrs.metrics.reports import report_for_ever
+from pxrs.metrics.reports import Reporter
 from pxrs.wording import printable, time_text
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ class Process:
         threading.Thread(target=self._watch, name="pxrs-worker-watch", daemon=True).start()
         if settings.report_to is not None:
             os.set_inheritable(settings.report_to, False)
-            report = (settings.report_to, self._state)
-            threading.Thread(target=report_for_ever, args=report, name="pxrs-worker-report", daemon=True).start()
+            Reporter(settings.report_to, self._state).start()
         handler = load_handler(settings.handler, OF_A_MESSAGE if settings.queue is None else OF_AN_ITEM)
         self._listen()  # the module of the handler may have set its own handlers of these signals
         if not logging.getLogger().handlers:

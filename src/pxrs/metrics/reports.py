@@ -3,6 +3,9 @@
 The worker writes a report as a line of JSON into a pipe, every REPORT_S; a thread of the supervisor reads the lines of
 all workers and keeps the last one of each. A worker that does not report is one that hangs or was stopped; what it
 counted is exported until another process takes its place.
+
+Two threads of the worker: one reads the gauges, which may wait for a server or a database, and the other one reports. A
+worker whose hub cannot be reached goes on reporting: it waits, and does not hang.
 """
 
 from __future__ import annotations
@@ -45,16 +48,34 @@ def load(line: bytes) -> tuple[dict[str, Any], Snapshot]:
     return found["state"], counts
 
 
-def report_for_ever(descriptor: int, state: Callable[[], dict[str, Any]]) -> None:
-    """The function of the worker's thread. It ends when the supervisor has closed the pipe."""
-    while True:
-        left = memoryview(dump(state(), snapshot()))
-        try:
-            while left:
-                left = left[os.write(descriptor, left) :]
-        except OSError:
-            return  # the supervisor is gone: the worker notices that by another pipe
-        time.sleep(REPORT_S)
+class Reporter:
+    """Reports from a worker process, from `start` until the supervisor has closed the pipe."""
+
+    def __init__(self, descriptor: int, state: Callable[[], dict[str, Any]], read: Callable[[], Snapshot] = snapshot):
+        """descriptor: the pipe. state: must not block. read: may."""
+        self._descriptor, self._state, self._read = descriptor, state, read
+        self._counts: Snapshot = {}
+        """What was read last; replaced as a whole."""
+        self._is_over = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read_all, name="pxrs-worker-counts", daemon=True).start()
+        threading.Thread(target=self._report, name="pxrs-worker-report", daemon=True).start()
+
+    def _read_all(self) -> None:
+        while not self._is_over.is_set():
+            self._counts = self._read()
+            self._is_over.wait(REPORT_S)
+
+    def _report(self) -> None:
+        while not self._is_over.is_set():
+            left = memoryview(dump(self._state(), self._counts))
+            try:
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+            except OSError:  # the supervisor is gone: the worker notices that by another pipe
+                self._is_over.set()
+            self._is_over.wait(REPORT_S)
 
 
 @dataclass(slots=True)

@@ -97,16 +97,17 @@ def test_v2_a_batch_is_a_span_that_its_messages_name_and_consumers_link_to(hub: 
         out.send(b"3", b"k", headers=[(HEADER, PARENT)])
         with traced.tracer.start_as_current_span("request") as request:
             out.send(b"4", b"k")
+            out.send(b"5", b"k", headers=[(HEADER, PARENT)])
     (sent,) = traced.spans("send t")
     own, caller = text_of(sent.context), text_of(request.get_span_context())
-    assert parents(hub, "t") == [own, own, PARENT, caller]
-    assert [message.value for message in hub.topic("t").messages(0)] == [b"1", b"2", b"3", b"4"]
+    assert parents(hub, "t") == [own, own, PARENT, caller, PARENT]
+    assert [message.value for message in hub.topic("t").messages(0)] == [b"1", b"2", b"3", b"4", b"5"]
     assert [text_of(link.context) for link in sent.links] == [PARENT, caller]
     assert (sent.kind, sent.status.status_code) == (SpanKind.PRODUCER, StatusCode.UNSET)
-    assert sent.attributes["messaging.batch.message_count"] == 4
+    assert sent.attributes["messaging.batch.message_count"] == 5
     assert sent.attributes["messaging.destination.name"] == "t"
     with hub.consumer("t", "loop", until="end") as inbox:
-        assert len(list(inbox)) == 4
+        assert len(list(inbox)) == 5
     (received,) = traced.spans("receive t")
     assert [text_of(link.context) for link in received.links] == [own, PARENT, caller]
     assert received.attributes["messaging.consumer.group.name"] == "loop"
