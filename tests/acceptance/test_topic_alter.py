@@ -11,11 +11,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pxrs
-from pxrs.errors import DamagedFrame, InvalidQueue, InvalidTopic
+from pxrs.errors import DamagedFrame, InvalidQueue, InvalidTopic, OffsetTrimmed
 from pxrs.group.records import gate_key
 from pxrs.log.contract import Append, Bounds, RetentionPlan, TopicLog
 from pxrs.log.directory.check import check
@@ -304,6 +305,27 @@ def test_o10_a_checkpoint_without_a_gate_is_refused_once_retention_has_made_one(
     assert operator.registry.get(gate_key(handle.id)) is not None
     (found,) = operator.group("late").describe().partitions
     assert found.checkpoint == 6, "it begins behind what was removed before the group was there"
+
+
+def test_o10_a_checkpoint_that_is_imported_while_keep_unread_is_set_is_refused_if_its_messages_are_gone(
+    hubs: tuple[pxrs.Hub, pxrs.Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, other = hubs
+    handle, registry = operator.topic("t"), other.registry
+    monkeypatch.setattr(handle.log.clock.__class__, "wall_time_us", lambda self: time.time_ns() // 1000 + DAY_US)
+    commit, tried = registry.commit, []
+
+    def late(*arguments: Any, **named: Any) -> dict[str, int]:
+        if not tried:
+            tried.append(True)
+            operator.alter_topic("t", keep_unread=True)
+            assert handle.retain() == {0: 6}
+        return commit(*arguments, **named)
+
+    monkeypatch.setattr(registry, "commit", late)
+    with pytest.raises(OffsetTrimmed):
+        other.group("late").import_checkpoint(0, "t")
+    assert tried
 
 
 def test_turning_keep_unread_off_lets_retention_go_on_and_deleting_the_topic_leaves_no_keys(

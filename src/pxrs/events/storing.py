@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 from pxrs.errors import NoDirectory, TopicExists, UnknownTopic
@@ -103,10 +105,21 @@ def append(topic: TopicLog, events: Sequence[Event]) -> None:
     from pxrs.log.contract import Append
     from pxrs.log.outcomes import StoredAt
 
+    # From buffers: `pa.array` of a list would import pandas where that is installed, a second of work.
+    def binary(values: list[bytes]) -> pa.Array:
+        offsets = array("i", accumulate(map(len, values), initial=0))
+        return pa.Array.from_buffers(
+            pa.binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
+        )
+
     columns = [
-        pa.array([_key(each) for each in events], pa.binary()),
-        pa.array([each.dump() for each in events], pa.binary()),
-        pa.array([each.at for each in events], pa.int64()).cast(SCHEMA.field("timestamp").type),
+        binary([_key(each) for each in events]),
+        binary([each.dump() for each in events]),
+        pa.Array.from_buffers(
+            SCHEMA.field("timestamp").type,
+            len(events),
+            [None, pa.py_buffer(array("q", [each.at for each in events]))],
+        ),
         pa.nulls(len(events), SCHEMA.field("headers").type),
     ]
     (outcome,) = topic.append([Append.encoded(0, pa.RecordBatch.from_arrays(columns, schema=SCHEMA))])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pxrs.errors import InvalidOption, UnknownTopic
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
+from pxrs.model import refuse_internal
 from pxrs.publishing.selection import Topics
 from pxrs.topics import TopicHandle
 
@@ -43,7 +44,9 @@ def topics_to_stream(hub: Hub, topics: Topics) -> list[TopicLog]:
 
 
 def topic_to_write(hub: Hub, name: str) -> TopicHandle:
-    """The topic of this name. Raises UnknownTopic; InvalidOption if the name is that of a registered source."""
+    """The topic of this name. Raises UnknownTopic; InvalidTopic if it is an internal topic; InvalidOption if the name
+    is that of a registered source."""
+    refuse_internal(name, "written to")
     return _topic(
         hub,
         name,

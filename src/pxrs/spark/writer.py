@@ -23,7 +23,7 @@ from pyspark.sql.types import StructType
 import pxrs
 from pxrs.errors import BatchRefused, InvalidOption, RegistryReplaced
 from pxrs.log.contract import Log
-from pxrs.model import Topic
+from pxrs.model import Topic, refuse_internal
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import JOB
 from pxrs.publishing.outage import UNREACHABLE, with_advice
@@ -113,7 +113,8 @@ class Stager:
 
 
 def _topic_to_stage(log: Log, name: str) -> Topic:
-    """The topic that a row names. Raises UnknownTopic."""
+    """The topic that a row names. Raises UnknownTopic, and InvalidTopic if it is an internal topic."""
+    refuse_internal(name, "written to")
     found = log.topic(name)
     found.check_writable()
     return found.topic

@@ -9,6 +9,7 @@
 | `history` | the newest events of the hub, kept in memory |
 | `timeline` | pure: who owned which partition when, from events |
 | `browse` | messages of a topic: by offset, time or key |
+| `watching` | watches, also where they are not permitted |
 | `observer` | one look at all of these for all requests of the same moment |
 | `views` | what the pages show, as JSON |
 | `actions` | what the page may change, what each change would do, and its record in the audit |

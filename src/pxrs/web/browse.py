@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from pxrs.errors import InvalidArgument, OffsetTrimmed
@@ -23,6 +24,8 @@ SHOWN_BYTES: Final = 32 << 10
 HEADERS_MAX: Final = 100
 READ_BYTES: Final = 1 << 20
 SEARCH_BYTES: Final = 64 << 20
+WHOLE_MAX: Final = 64
+"""Of a topic with more partitions, a page has only its share of messages of each partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +57,15 @@ def find(log: TopicLog, asked: Asked) -> Page:
     numbers = range(log.partitions) if asked.partition is None else (asked.partition,)
     bounds = log.bounds(numbers)
     limit = max(1, min(asked.limit, LIMIT_MAX))
-    each_limit = limit if len(bounds) == 1 else max(1, -(-limit // len(bounds)))
-    found: list[Message] = []
-    after: dict[int, int] = {}
-    for number, place in bounds.items():
-        taken: list[Message] = []
-        offset = _begin(log, asked, number, place, each_limit)
-        for message in _messages(log, number, offset):
-            if len(taken) == each_limit:
-                break
-            taken.append(message)
-        end = taken[-1].offset + 1 if taken else offset
-        if end < place.end:
-            after[number] = end
-        found += taken
+    each_limit = limit if len(bounds) <= WHOLE_MAX else -(-limit // len(bounds))
+    begins = {number: _begin(log, asked, number, place, each_limit) for number, place in bounds.items()}
+    found = [message for number, at in begins.items() for message in islice(_messages(log, number, at), each_limit)]
     found.sort(key=lambda message: (message.timestamp, message.partition, message.offset))
-    return Page(found[:limit] if len(bounds) > 1 else found, after)
+    is_last = asked.offset is None and asked.time_us is None
+    shown = found[-limit:] if is_last else found[:limit]
+    after = begins | {message.partition: message.offset + 1 for message in sorted(shown, key=lambda each: each.offset)}
+    next_ = {number: offset for number, offset in after.items() if offset < bounds[number].end}
+    return Page(shown, {} if is_last else next_)
 
 
 def _begin(log: TopicLog, asked: Asked, number: int, place: Bounds, limit: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Final
 
-from pxrs.errors import Closed, PxrsError
+from pxrs.errors import Closed, NoDirectory, PxrsError
 from pxrs.events import Event
 
 HOURS: Final = 6
@@ -49,6 +49,11 @@ class History:
         with self._lock:
             return [event for event in self._by_group.get(group, ()) if event.at >= since_us]
 
+    def groups(self) -> list[str]:
+        """The names of all groups that an event has named."""
+        with self._lock:
+            return list(self._by_group)
+
     def _run(self) -> None:
         while not self._is_closed.is_set():
             try:
@@ -59,9 +64,13 @@ class History:
                         return
             except Closed:
                 return
-            except PxrsError as error:
+            except NoDirectory as error:  # a hub without topics keeps no events
                 self.problem = str(error)
-                _logger.warning("the events of the hub cannot be followed, and are tried again: %s", error)
+                return
+            except PxrsError as error:
+                if self.problem != str(error):
+                    _logger.warning("the events of the hub cannot be followed, and are tried again: %s", error)
+                self.problem = str(error)
             with self._lock:
                 self._by_group.clear()
                 self._order.clear()

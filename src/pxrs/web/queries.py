@@ -14,6 +14,7 @@ from typing import Final
 from pxrs.errors import RegistryCorrupt
 from pxrs.publishing.records import APP, MANIFESTS, Manifest, parts_of, query_of
 from pxrs.registry.contract import Registry
+from pxrs.web.watching import watch
 
 BATCHES_MAX: Final = 60
 DEAD_LETTERS: Final = ".dead-letters"
@@ -68,7 +69,7 @@ class QueryBook:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._watch = registry.watch(MANIFESTS)
+        self._watch = watch(registry, MANIFESTS)
         self.by_key: dict[str, SeenQuery] = {}
         self.problems: list[str] = []
         self._is_first = True

@@ -19,7 +19,7 @@ from pxrs.queue.items import Item
 from pxrs.queue.records import QUEUES, Queue, Record, taker_in, time_in
 from pxrs.queue.states import ItemState
 from pxrs.registry.contract import Entry, Registry
-from pxrs.registry.watch import Watch
+from pxrs.web.watching import Watching, watch
 
 COUNT_MAX: Final = 5_000
 PAGE_ITEMS: Final = 500
@@ -43,7 +43,7 @@ class ListedItem:
 @dataclass(slots=True)
 class WatchedQueue:
     queue: Queue
-    watch: Watch
+    watch: Watching
     counts: dict[ItemState, int] = field(default_factory=dict)
     """How many items are in each state, up to `COUNT_MAX`."""
     oldest: float | None = None
@@ -103,7 +103,7 @@ class QueueBook:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._watch = registry.watch(QUEUES)
+        self._watch = watch(registry, QUEUES)
         self.by_name: dict[str, WatchedQueue] = {}
         self.problems: list[str] = []
         """The queues whose settings are damaged."""
@@ -133,7 +133,7 @@ class QueueBook:
             if name in self.by_name:
                 self.by_name[name].queue = queue
             else:
-                self.by_name[name] = WatchedQueue(queue, self._registry.watch(queue.root))
+                self.by_name[name] = WatchedQueue(queue, watch(self._registry, queue.root))
 
     def count_again(self) -> None:
         """Count what has changed at the next refresh, however short ago it was counted. Threads may call it."""

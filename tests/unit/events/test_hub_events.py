@@ -57,6 +57,16 @@ def test_internal_topics_are_hidden_and_cannot_be_created_or_written_to_by_users
             hub.topic("_events")
 
 
+def test_spark_writes_to_no_internal_topic() -> None:
+    names = pytest.importorskip("pxrs.spark.names")
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("orders", partitions=1)
+        assert len(list(hub.audit())) == 1
+        with pytest.raises(InvalidTopic, match="cannot be written to"):
+            names.topic_to_write(hub, "_audit")
+        assert names.topic_to_write(hub, "orders").name == "orders"
+
+
 def test_events_are_followed_from_before_the_first_one_until_the_hub_is_closed(at: str) -> None:
     seen: list[Event] = []
     came, errors = threading.Semaphore(0), list[BaseException]()

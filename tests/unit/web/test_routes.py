@@ -105,6 +105,19 @@ def test_messages_are_found_by_offset_time_key_and_partition(hub: pxrs.Hub, page
     assert [row["offset"] for row in earlier["messages"]] == [0]
 
 
+def test_the_last_messages_are_the_newest_of_all_partitions(hub: pxrs.Hub, page: WebServer) -> None:
+    hub.create_topic("uneven", 4)
+    with hub.producer("uneven") as out:
+        for number in range(30):
+            out.send(str(number), partition=1)
+    found = get(page, "/api/topics/uneven/messages?limit=20")
+    assert [row["offset"] for row in found["messages"]] == list(range(10, 30))
+    found = get(page, "/api/topics/uneven/messages?offset=0&limit=20")
+    assert [row["offset"] for row in found["messages"]] == list(range(20))
+    assert found["next"] == {"1": 20}
+    hub.delete_topic("uneven")
+
+
 def test_a_search_for_a_key_goes_on_where_it_ended(page: WebServer) -> None:
     rows, offset = [], 0
     while True:
