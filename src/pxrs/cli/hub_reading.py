@@ -8,6 +8,7 @@ is. A request that has waited for WAIT_S gets the values of the last reading, wi
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from pxrs.errors import NoDirectory, PxrsError, RegistryUnavailable, UnknownGroup, UnknownQueue, UnknownTopic
 from pxrs.hub import Hub
 from pxrs.limited_log import LimitedLog
+from pxrs.log.contract import TopicLog
 from pxrs.metrics import instruments, table
 from pxrs.metrics.health import Verdict
 from pxrs.metrics.instruments import Series, Snapshot
@@ -49,15 +51,23 @@ class HubReading:
         for topic in self._topics():
             with _left_out(table.HUB_TOPIC_MESSAGES, f"topic {topic.name}"):
                 self._read_topic(topic.name)
+        listed = _ListedOnce(self._hub)
         for group in self._hub.groups():
             with _left_out(table.HUB_GROUP_LAG, f"group {group}"):
-                self._read_group(self._hub.group(group).describe(), time.time())
+                self._read_group(self._described(group, listed), time.time())
         for queue in self._hub.queues():
             with _left_out(table.HUB_QUEUE_ITEMS, f"queue {queue.name}"):
                 depth = queue.depth()
                 for state in ("ready", "delayed", "in_flight", "dead"):
                     self._add(table.HUB_QUEUE_ITEMS, getattr(depth, state), queue.name, state)
         return dict(self._found)
+
+    def _described(self, group: str, listed: _ListedOnce) -> GroupDescription:
+        from pxrs.group.admin import GroupHandle
+
+        found = GroupHandle(self._hub.registry, group, listed).describe()
+        # A lag that is not known may be that of a registered source, which the hub can open.
+        return found if found.lag is not None else self._hub.group(group).describe()
 
     def _topics(self) -> list[Topic]:
         try:
@@ -94,6 +104,18 @@ class HubReading:
             )
             ages = [max(0.0, now - each.when) for each in behind if each.when is not None]
             self._add(table.HUB_GROUP_AGE, max(ages, default=0.0), found.name, topic.topic)
+
+
+class _ListedOnce:
+    """The topics of a hub, listed once for all groups of a reading: each description of a group asks for them."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._log = hub.log
+        self.topics = functools.cache(hub.log.topics)
+        self.damaged_topics = functools.cache(hub.log.damaged_topics)
+
+    def topic(self, name: str) -> TopicLog:
+        return self._log.topic(name)
 
 
 def size_of(partitions: Path) -> int | None:
