@@ -31,8 +31,11 @@ def main() -> None:
             print(f"made {GROUPS} groups, {TOPICS:,} topics, {PARTITIONS:,} partitions", end=" ")
             print(f"in {time.perf_counter() - began:.1f} s")
         with pxrs.open(Path(folder) / "hub", upkeep=False) as hub, WebServer(hub, "127.0.0.1:0") as server:
+            began = time.process_time()
             took_s, size = _load(server)
-            print(f"first overview, {size / 1e3:,.0f} kB: {took_s * 1e3:,.0f} ms (wanted: under 1,000)")
+            cpu_ms = (time.process_time() - began) * 1e3
+            print(f"first overview, {size / 1e3:,.0f} kB: {took_s * 1e3:,.0f} ms (wanted: under 1,000)", end=", ")
+            print(f"{cpu_ms:,.0f} ms of CPU")
             for changed in (0, 1, 20, 200):
                 times, scans = [], []
                 for number in range(ROUNDS):

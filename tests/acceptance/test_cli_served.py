@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("grpc")
 
 import pxrs
+from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
 from pxrs.hub import Hub
 from pxrs.server.auth import tokens
 from pxrs.server.serving import ServerSettings, serving
@@ -159,7 +160,7 @@ def test_what_a_client_cannot_do_says_where_to_run_it(
     call: Call, at: str, arguments: tuple[str, ...], words: str
 ) -> None:
     found = call(*arguments, "--at", at)
-    assert found.code == 1
+    assert found.code == (EXIT_FINAL if arguments[0] == "upkeep" else EXIT_FAILED)
     assert words in found.errors
     assert at in found.errors
 
@@ -193,7 +194,7 @@ def test_a_log_is_checked_where_its_files_are(call: Call, at: str) -> None:
 )
 def test_a_registry_beside_a_server_is_refused(call: Call, at: str, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     found = call(*arguments, "--at", at, "--registry", f"sqlite:///{tmp_path}/none.db")
-    assert found.code == 1
+    assert found.code == (EXIT_FINAL if arguments[0] == "worker" else EXIT_FAILED)
     assert "the server has the registry of its hub: give none" in found.errors
     assert not (tmp_path / "none.db").exists()
 
@@ -208,7 +209,7 @@ def test_a_server_that_is_not_there_is_one_line(call: Call, arguments: tuple[str
 
 def test_a_server_serves_no_server(call: Call, at: str) -> None:
     found = call("serve", at)
-    assert (found.code, "give the hub's directory" in found.errors) == (1, True)
+    assert (found.code, "give the hub's directory" in found.errors) == (EXIT_FINAL, True)
 
 
 # Tokens.
@@ -362,5 +363,5 @@ def test_a_worker_whose_token_is_refused_ends(guarded: tuple[str, str], tmp_path
     at, _ = guarded
     options = ("--topic", "orders", "--group", "billing")
     ran = forked.run_text("pxrs.cli", ("worker", "json:dumps", *options, "--at", at), cwd=tmp_path, timeout=120)
-    assert ran.returncode == 1
+    assert ran.returncode == EXIT_FINAL
     assert "(Unauthenticated)" in ran.stderr or "PXRS_TOKEN" in ran.stderr

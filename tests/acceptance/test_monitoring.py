@@ -170,6 +170,8 @@ def test_v4_upkeep_is_ready_when_it_is_the_janitor(hub: pxrs.Hub, start: Callabl
         (("upkeep", "--at", "data", "--metrics-listen", "{taken}"), 1, "(CannotListen)"),
         (("upkeep", "--at", "data", "--metrics-listen", "nowhere"), 3, "--metrics-listen is 'nowhere'"),
         (("metrics", "--at", "data", "--listen", "{taken}"), 1, "(CannotListen)"),
+        (("upkeep", "--at", "data", "--once", "--metrics-listen", "0"), 2, "--once ends by itself"),
+        (("pipeline", "run", "none.py", "--at", "data", "--history", "--metrics-listen", "0"), 2, "--history ends by"),
         (("metrics", "--at", "nowhere"), 3, "there is no directory nowhere"),
         (("pipeline", "run", "none.py", "--at", "data"), 2, "none.py"),
         (("pipeline", "run", "none.py", "--at", "nowhere"), 3, "there is no directory nowhere"),

@@ -123,7 +123,7 @@ def _left_out(metric: table.Metric, what: str) -> Iterator[None]:
         raise
     except PxrsError as error:
         instruments.METRICS_ERRORS.of(metric.name).add()
-        _log.log(what, logging.WARNING, "%s cannot be read for metrics: %s", what, error)
+        _log.log(metric.name, logging.WARNING, "%s cannot be read for metrics: %s", what, error)
 
 
 class KeptReading:

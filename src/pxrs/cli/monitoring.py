@@ -25,6 +25,14 @@ MetricsListen = Annotated[
 ]
 
 
+def refuse_metrics(context: typer.Context, why: str) -> None:
+    """Refuse the option where the command ends by itself. The environment variable has no effect then: a container may
+    set it for all commands."""
+    source = context.get_parameter_source("metrics_listen")
+    if source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter(why)
+
+
 @contextmanager
 def monitored(
     listen: str | None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pxrs.cli.exits import exit_codes
-from pxrs.cli.monitoring import MetricsListen, monitored
+from pxrs.cli.monitoring import MetricsListen, monitored, refuse_metrics
 from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.hub import Hub
@@ -46,6 +46,8 @@ def run(
         return
     if at is None:
         raise typer.BadParameter("give --at DIRECTORY or PXRS_AT", param_hint="--at")
+    if once:
+        refuse_metrics(context, "--once ends by itself; --metrics-listen is for upkeep that goes on")
     refuse_server(
         at, "pxrs upkeep", "the server does the upkeep of its hub, and no client may; `pxrs upkeep status` shows it"
     )

@@ -210,7 +210,11 @@ WORKER_RESTARTS: Final = _metric(
     "pxrs.worker.restarts", "counter", "{process}", "worker", "Worker processes that died, and were started again."
 )
 WORKER_PROCESSES: Final = _metric(
-    "pxrs.worker.processes", "gauge", "{process}", "state", "Worker processes: ready; or starting, silent, stopped."
+    "pxrs.worker.processes",
+    "gauge",
+    "{process}",
+    "state",
+    "Worker processes by state: starting, ready, away, stopping, silent, stopped.",
 )
 METRICS_ERRORS: Final = _metric(
     "pxrs.metrics.errors",

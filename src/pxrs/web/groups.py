@@ -1,12 +1,13 @@
 """The groups of a registry as they were last looked at, each read again only after its records have changed.
 
-The first look is one scan of all groups. From then on each group has a watch of its own, so a refresh scans exactly the
+The first look scans all groups twice. From then on each group has a watch of its own, so a refresh scans exactly the
 groups of which a record has changed, once each, however many groups there are. The watch is opened before the scan, so
 a change after the scan is noticed at the next refresh (R2).
 
-One more watch covers all groups: it tells of new ones. If it has woken and no known group has changed, something that
-is not known yet has: the names are listed again, by one scan of a single key for each group. If known groups change all
-the time, this is done every `LIST_S`. The lag is computed from the offsets of `TopicBook`, without the registry.
+A new group is found by the events of its first member. One more watch covers all groups: if it has woken and no known
+group has changed, something that is not known yet has, and the names are listed again, by one scan of a single key for
+each group. If known groups change all the time, this is done every `LIST_S`. The lag is computed from the offsets
+of `TopicBook`, without the registry.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pxrs.web.topics import TopicBook
 from pxrs.web.watching import Watching, watch
 
 ROOT: Final = "groups/"
-LIST_S: Final = 10.0
+LIST_S: Final = 60.0
 WATCHES_MAX: Final = 800
 """How many groups have a watch of their own: a server allows a client 1,000. The others are read again every
 `UNWATCHED_S` while any group changes."""
@@ -126,6 +127,13 @@ class GroupBook:
         """The groups that have members or checkpoints, in the order of their names."""
         return sorted((name, each) for name, each in self.by_name.items() if each.is_there)
 
+    def add_named(self, names: Iterable[str], now: float) -> None:
+        """Read the groups of these names that are not known yet: events have named them."""
+        for name in names:
+            if name not in self.by_name and GROUP_NAME.fullmatch(name) and not self._is_first:
+                self._add(name)
+                self._read(name, now)
+
     def refresh(self, now: float) -> None:
         self.sources.refresh()
         if self._is_first:
@@ -168,19 +176,19 @@ class GroupBook:
         return group.watch.wait(0)
 
     def _read_all(self, now: float) -> None:
-        """Read every group by one scan. The watch of all groups was opened before; a group's own watch is opened after
-        the scan, so a group is read again if any has changed meanwhile."""
+        """Read every group by two scans: the first tells their names, and the second is made once each group has its
+        watch, so that no change after it is missed (R2)."""
+        for name in dict.fromkeys(entry.key.split("/")[1] for entry in self._registry.scan(ROOT)):
+            if GROUP_NAME.fullmatch(name):
+                self._add(name)
         by_group: dict[str, list[Entry]] = defaultdict(list)
         for entry in self._registry.scan(ROOT):
             by_group[entry.key.split("/")[1]].append(entry)
-        for name in filter(GROUP_NAME.fullmatch, by_group):
-            self._add(name)
-            self._parse(name, by_group[name], now)
-        self._list_again = now + LIST_S
-        if self._watch.wait(0):
-            for name in list(self.by_name):
-                self._read(name, now)
+        for name in self.by_name:
+            self._parse(name, by_group.get(name, ()), now)
+        if by_group.keys() - self.by_name.keys():  # created between the two scans
             self._list(now)
+        self._list_again = now + LIST_S
 
     def _list(self, now: float) -> None:
         """Find new groups: skip from the first key of one group to the next group; '0' is the character after '/'."""

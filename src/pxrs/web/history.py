@@ -49,6 +49,11 @@ class History:
         with self._lock:
             return [event for event in self._by_group.get(group, ()) if event.at >= since_us]
 
+    def groups(self) -> list[str]:
+        """The names of all groups that an event has named."""
+        with self._lock:
+            return list(self._by_group)
+
     def _run(self) -> None:
         while not self._is_closed.is_set():
             try:

@@ -68,6 +68,8 @@ class Observer:
         for book in (self.topics, self.groups, self.queues, self.queries):
             try:
                 book.refresh(now)
+                if book is self.groups:
+                    self.groups.add_named(self.history.groups(), now)
             except PxrsError as error:
                 problems.append(str(error))
         if problems and self.problem is None:

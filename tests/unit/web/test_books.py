@@ -97,6 +97,19 @@ def test_a_new_group_is_found_also_while_others_change(
     assert set(look(observer)) == {"billing", "mail", "new"}
 
 
+def test_a_new_group_is_found_by_its_events_while_others_change(hub: pxrs.Hub, observer: Observer) -> None:
+    observer.start()
+    look(observer)
+    with hub.consumer("orders", "new") as consumer:
+        consumer.poll(timeout=5.0)
+        eventually(lambda: "new" in observer.history.groups())
+        write(hub, "mail", 0)
+        look(observer)
+        with counted_calls(hub.registry) as calls:
+            assert "new" in look(observer)
+        assert calls["scan"] <= 2, "the group, and mail if it was not read before"
+
+
 def test_more_groups_than_watches_are_read_again_every_few_seconds(
     hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import typer
 
 import pxrs
 from pxrs.cli.exits import exit_codes
-from pxrs.cli.monitoring import MetricsListen
+from pxrs.cli.monitoring import MetricsListen, refuse_metrics
 from pxrs.cli.pipeline.file import load
 from pxrs.cli.pipeline.health import Health
 from pxrs.cli.pipeline.history import run_history
@@ -56,6 +56,7 @@ def _pipelines() -> None:
 @app.command()
 @exit_codes()
 def run(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A Python file with functions under @pipeline.")],
     at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these of its pipelines.")] = None,
@@ -96,8 +97,9 @@ def run(
         raise typer.BadParameter("--write, --since and --until go with --history")
     if history and once:
         raise typer.BadParameter("--history ends by itself; --once is for streams")
-    if history and metrics_listen is not None:
-        raise typer.BadParameter("--history ends by itself; --metrics-listen is for streams")
+    if history:
+        refuse_metrics(context, "--history ends by itself; --metrics-listen is for streams")
+        metrics_listen = None
     address = HubAddress(_directory(at, create_topics), registry)
     if registry is not None and parse(registry).scheme == "memory":
         raise typer.BadParameter("memory: exists in one process only, and Spark has several")

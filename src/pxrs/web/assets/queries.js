@@ -23,7 +23,7 @@ export function render(state) {
 
 // The seconds between the commits of the last batches that this page has seen.
 function bars(batches) {
-  const times = batches.map((each) => each.took_s).filter((each) => each !== null).slice(-30);
+  const times = batches.map((each) => each.took_s).filter((each) => each !== null).slice(-16);
   if (!times.length) return h("span", { class: "quiet" }, "–");
   const most = Math.max(...times, 0.001);
   return h("svg", { class: "spark", width: times.length * 5, height: 22, viewBox: `0 0 ${times.length * 5} 22`, role: "img", "aria-label": `Seconds between batches: ${times.map((each) => each.toFixed(2)).join(", ")}` }, times.map((each, at) => h("rect", { x: at * 5, width: 4, y: 22 - Math.max(1, (each / most) * 22), height: Math.max(1, (each / most) * 22) })));
