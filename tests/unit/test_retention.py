@@ -76,7 +76,7 @@ def test_retention_that_cannot_ask_who_reads_takes_nothing(
             outage.setattr(type(hub.registry), "_scan", away)
             report = hub.run_upkeep()
         assert "retention of t is held up: away" in caplog.text
-        assert report.errors == {"retention of t": "away"}
+        assert report.errors == {"retention of t": "away", "recording owners": "away"}
         assert (topic.start(0), topic.end(0)) == (0, 2)
         assert hub.run_upkeep().removed == {"t": {"0": 2}}, "and it would have been allowed to"
 

@@ -19,10 +19,10 @@ from tests.unit.upkeep.hubs import DAY_S, HOUR_S, Place
 def test_a_deletion_that_was_cut_short_is_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = place.hub()
     hub.create_topic("gone", partitions=1)
+    assert hub.parts.events.flush(10)  # to create a topic, such as `_audit`, also finishes deletions
     with monkeypatch.context() as killed:
         killed.setattr(hub.log, "finish_deletions", lambda: None)  # the process dies before that
         hub.delete_topic("gone")
-        assert hub.parts.events.flush(10)  # to create a topic, such as `_audit`, also finishes deletions
     assert list(place.folder.glob("topics/.deleted-*"))
     assert hub.run_upkeep().errors == {}
     assert not list(place.folder.glob("topics/.deleted-*"))
