@@ -12,6 +12,7 @@ import pytest
 
 import pxrs
 from pxrs.cli import worker
+from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
 from pxrs.errors import Closed, InvalidUrl, NoDirectory, UnknownGroup
 from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
@@ -206,7 +207,7 @@ def test_a_wrong_path_of_a_registry_is_an_error_and_leaves_nothing_behind(call: 
         for arguments in (("queue", "list"), ("queue", "put", "q", "x"), ("worker", "m:h", "--queue", "q")):
             result = call(*arguments, "--registry", wrong)
             assert (result.code, result.errors) == (
-                1,
+                EXIT_FINAL if arguments[0] == "worker" else EXIT_FAILED,
                 f"there is no registry at {text}: correct --registry or PXRS_REGISTRY, or make it with "
                 "`pxrs queue create` (InvalidUrl)",
             )

@@ -27,7 +27,7 @@ from pxrs.errors import InvalidUrl, MissingDependency
 from pxrs.registry.address import Address, parse
 from pxrs.registry.contract import ABSENT, Entry, Limits, Registry
 from pxrs.registry.lease import Lease
-from pxrs.registry.values import SqlPlace
+from pxrs.registry.values import Snapshot, SqlPlace
 from pxrs.registry.watch import Watch
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Lease",
     "Limits",
     "Registry",
+    "Snapshot",
     "SqlPlace",
     "Watch",
     "open",
