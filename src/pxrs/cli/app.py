@@ -65,6 +65,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     log_format: Annotated[
         str | None,
@@ -76,7 +77,7 @@ def _root(
         ),
     ] = None,
 ) -> None:
-    set_up(log_format)
+    context.call_on_close(set_up(log_format))
     if version:
         import pxrs
 

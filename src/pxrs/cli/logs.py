@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import typer
@@ -29,17 +30,28 @@ def chosen() -> str | None:
     return found if found in FORMATS else None
 
 
-def set_up(log_format: str | None) -> None:
-    """Print the log in this format from now on. Raises BadParameter if there is no such format."""
+def set_up(log_format: str | None) -> Callable[[], None]:
+    """Print the log in this format from now on. Returns a function that undoes it, for a program that runs a command
+    and goes on. Raises BadParameter if there is no such format."""
     if log_format is None:
-        return
+        return lambda: None
     if log_format not in FORMATS:
         raise typer.BadParameter(f"{log_format!r}: choose from {', '.join(FORMATS)}", param_hint="--log-format")
+    root, ours = logging.getLogger(), logging.getLogger("pxrs")
+    before = root.handlers, ours.level, os.environ.get(VARIABLE)
+
+    def undo() -> None:
+        root.handlers, level, variable = before
+        ours.setLevel(level)
+        if variable is None:
+            os.environ.pop(VARIABLE, None)
+
     os.environ[VARIABLE] = log_format
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    logging.getLogger().handlers = [handler]
-    logging.getLogger("pxrs").setLevel(LEVEL)
+    root.handlers = [handler]
+    ours.setLevel(LEVEL)
+    return undo
 
 
 class JsonLines(logging.Formatter):
