@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from pxrs.cli.lazy import Lazy, LazyGroup
-from pxrs.cli.logs import VARIABLE, chosen, set_up
+from pxrs.cli.logs import VARIABLE, chosen, kept, set_up
 from pxrs.errors import PxrsError
 
 _logger = logging.getLogger("pxrs.cli")
@@ -65,7 +65,6 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     log_format: Annotated[
         str | None,
@@ -77,7 +76,7 @@ def _root(
         ),
     ] = None,
 ) -> None:
-    context.call_on_close(set_up(log_format))
+    set_up(log_format)
     if version:
         import pxrs
 
@@ -98,13 +97,14 @@ def run() -> None:
     disk behind standard output, is printed as one line on standard error; the exit code is 1. Raises SystemExit."""
     # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    try:
-        app(prog_name="pxrs")  # also for `python -m pxrs.cli`: shells ask for completions by this name
-    except (PxrsError, OSError) as error:
-        from pxrs.cli.terminal import error_text, tell_error
+    with kept():
+        try:
+            app(prog_name="pxrs")  # also for `python -m pxrs.cli`: shells ask for completions by this name
+        except (PxrsError, OSError) as error:
+            from pxrs.cli.terminal import error_text, tell_error
 
-        if chosen() == "json":
-            _logger.error("%s", error_text(error), extra={"error_type": type(error).__name__})
+            if chosen() == "json":
+                _logger.error("%s", error_text(error), extra={"error_type": type(error).__name__})
+                sys.exit(1)
+            tell_error(error_text(error), type(error).__name__)
             sys.exit(1)
-        tell_error(error_text(error), type(error).__name__)
-        sys.exit(1)

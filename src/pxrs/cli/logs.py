@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import typer
@@ -30,28 +31,33 @@ def chosen() -> str | None:
     return found if found in FORMATS else None
 
 
-def set_up(log_format: str | None) -> Callable[[], None]:
-    """Print the log in this format from now on. Returns a function that undoes it, for a program that runs a command
-    and goes on. Raises BadParameter if there is no such format."""
+def set_up(log_format: str | None) -> None:
+    """Print the log in this format from now on. Raises BadParameter if there is no such format."""
     if log_format is None:
-        return lambda: None
+        return
     if log_format not in FORMATS:
         raise typer.BadParameter(f"{log_format!r}: choose from {', '.join(FORMATS)}", param_hint="--log-format")
-    root, ours = logging.getLogger(), logging.getLogger("pxrs")
-    before = root.handlers, ours.level, os.environ.get(VARIABLE)
-
-    def undo() -> None:
-        root.handlers, level, variable = before
-        ours.setLevel(level)
-        if variable is None:
-            os.environ.pop(VARIABLE, None)
-
     os.environ[VARIABLE] = log_format
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    root.handlers = [handler]
-    ours.setLevel(LEVEL)
-    return undo
+    logging.getLogger().handlers = [handler]
+    logging.getLogger("pxrs").setLevel(LEVEL)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within it, a command may call `set_up`. Afterwards logging is as it was before: the process may go on."""
+    root, ours = logging.getLogger(), logging.getLogger("pxrs")
+    handlers, level, variable = root.handlers, ours.level, os.environ.get(VARIABLE)
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        ours.setLevel(level)
+        if variable is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = variable
 
 
 class JsonLines(logging.Formatter):
