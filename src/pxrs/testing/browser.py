@@ -40,7 +40,7 @@ FLAGS: Final = (
     "--hide-scrollbars",
     "--force-color-profile=srgb",
 )
-ANSWER_S: Final = 20.0
+ANSWER_S: Final = 150.0
 _AS_3_AND_4: Final = """
 import fcntl, os, sys
 high = [fcntl.fcntl(int(given), fcntl.F_DUPFD, 10) for given in sys.argv[1:3]]
