@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any, Final
 
 import typer
 
+from pxrs.cli import moments
 from pxrs.cli.options import At, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import echo, is_terminal, time_field
 from pxrs.events.model import Event
 from pxrs.events.names import text_of
 from pxrs.wording import printable, rfc3339
 
-_AGO: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
-_UNITS: Final = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _COLOURS: Final = {
     "taken_over": typer.colors.YELLOW,
     "fenced": typer.colors.RED,
@@ -73,18 +71,13 @@ def audit(
 
 
 def _moment(since: str | None) -> datetime | timedelta | None:
-    if since is None:
-        return None
-    if found := _AGO.fullmatch(since):
-        return timedelta(**{_UNITS[found[2]]: float(found[1])})
     try:
-        moment = datetime.fromisoformat(since)
+        return None if since is None else moments.since(since)
     except ValueError:
         raise typer.BadParameter(
             f"{since!r}: give how long ago, such as 90s, 30m, 1h or 7d, or a time such as 2026-01-31T12:00Z",
             param_hint="--since",
         ) from None
-    return moment if moment.tzinfo is not None else moment.astimezone(UTC)
 
 
 def _print(found: Iterator[Event], as_json: bool) -> None:

@@ -20,6 +20,18 @@ _AGO: Final = re.compile(
 )
 
 
+_SHORT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
+
+
+def since(text: str) -> datetime | timedelta:
+    """How long ago, for a text such as 90s, 30m, 1h or 7d; otherwise as `moment`. Raises ValueError."""
+    found = _SHORT.fullmatch(text)
+    try:
+        return moment(text) if found is None else float(found[1]) * _UNITS[found[2]]
+    except OverflowError:
+        raise ValueError(f"{text!r} is too long ago") from None
+
+
 def moment(text: str, now: datetime | None = None) -> datetime:
     """The time that the text stands for, with a zone. Raises ValueError.
 
