@@ -186,6 +186,9 @@ class Hub:
         keep_unread: bool = False,
         segment_s: float | timedelta | None = None,
         *,
+        ensemble: int | None = None,
+        write_quorum: int | None = None,
+        ack_quorum: int | None = None,
         exist_ok: bool = False,
     ) -> TopicHandle:
         """Make a topic. Its partition count and partitioner are fixed for good; `alter_topic` changes the rest.
@@ -200,11 +203,15 @@ class Hub:
         keep_unread: retention takes nothing that a group of the hub's registry has yet to read. A group that nobody
                     needs must be deleted. With a retention, such a topic needs the registry to be reachable now if no
                     registry is on record for the hub: this one is recorded.
+        ensemble, write_quorum, ack_quorum: in a cluster (docs/cluster.md), over how many storage nodes the messages are
+                    spread, how many keep a copy of each, and how many copies must be durable before a message is
+                    acknowledged; by default 3, 3 and 2. Fixed for good.
         exist_ok:   if a topic of this name is there, return it, provided that each of its settings is the one given
                     here, or the default where none is given; otherwise TopicDiffers is raised, which names the
                     settings that differ. Several processes may call this at once: one of them creates the topic.
         Raises TopicExists, InvalidTopic; with `exist_ok` DamagedFrame, if the topic's stored description is damaged.
         """
+        # Over the limit: half of it is the documentation of the settings.
         from pxrs.hashing import hash_named
 
         self.parts.check_usable()
@@ -229,6 +236,9 @@ class Hub:
             durability,
             keep_unread,
             segment_s,
+            ensemble=ensemble,
+            write_quorum=write_quorum,
+            ack_quorum=ack_quorum,
         )
         create = self._topics.create_or_open if exist_ok else self._topics.create
         return self._handle(create(topic))

@@ -30,7 +30,7 @@ from pxrs.hub_sources import HubSources
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, TopicLog, wait_for_messages
 from pxrs.log.messages import messages_of
-from pxrs.model import Message, Topic
+from pxrs.model import QUORUMS, Message, Topic
 from pxrs.upkeep import deleted_topics, retention
 from pxrs.wording import counted
 
@@ -169,9 +169,14 @@ class Topics:
         return self._create(topic, by)
 
     def _create(self, topic: Topic, by: str | None = None) -> TopicLog:
+        log = self._parts.log
+        if not (log.keeps_copies or log.is_kept_by_server) and any(getattr(topic, name) for name in QUORUMS):
+            raise InvalidTopic(
+                f"{topic.name}: {', '.join(QUORUMS)} are for a cluster (docs/cluster.md), and {log.url} keeps one copy "
+                "of each message: leave them out"
+            )
         if self._parts.belonging is not None:
             self._parts.belonging.begin(keeps_unread=topic.keeps_unread)
-        log = self._parts.log
         created = log.create_topic(topic)
         if not log.is_kept_by_server:  # which records it there
             self._audit("create_topic", by, topic=topic.name, topic_id=topic.id, partitions=topic.partitions)
@@ -210,6 +215,8 @@ class Topics:
         except UnknownTopic:
             count = topic.partitions if partitions is None else partitions
             new = replace(topic, name=name, id=uuid.uuid4().hex, partitions=count, revision=0, extra={})
+            if not (self._parts.log.keeps_copies or self._parts.log.is_kept_by_server):
+                new = replace(new, **dict.fromkeys(QUORUMS))  # type: ignore[arg-type]  # each may be None
             return self.create_or_open(new)
         if partitions not in (None, found.partitions):
             raise InvalidTopic(f"{name} has {counted(found.partitions, 'partition')}, and not {partitions}")

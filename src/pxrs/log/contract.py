@@ -384,6 +384,9 @@ class Log(ABC):
     """Which clock the times of stored messages, and the schedule of upkeep, are read from."""
     is_kept_by_server: bool = False
     """Whether a server stands before this log and does its upkeep, so that no client may (W4)."""
+    keeps_copies: bool = False
+    """Whether copies of the messages are kept on several storage nodes, as a topic's `ensemble`, `write_quorum` and
+    `ack_quorum` say."""
     own_registry: str | os.PathLike[str] | None = None
     """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
     given."""
