@@ -320,6 +320,16 @@ class TopicLog(Source):
     clock: Clock = SYSTEM
     """Whose `wall_time_us` appends are stamped with, and the age of what is stored is counted by."""
 
+    @property
+    def local(self) -> TopicLog:
+        """What this process serves of the topic by itself. In a cluster: the partitions that this broker owns; for the
+        others every call raises PartitionMoved. Otherwise the whole topic."""
+        return self
+
+    def owners(self) -> dict[int, str]:
+        """In a cluster: the address of the broker that owns each partition, as far as it has one. Otherwise empty."""
+        return {}
+
     def refresh(self) -> None:
         """Have `topic` be the settings as they are now, if another process can have changed them."""
 
