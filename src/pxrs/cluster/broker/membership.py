@@ -46,9 +46,7 @@ class Membership:
             old, lease = self._lease, self._registry.lease(self._lease_ttl)
             incarnation = uuid.uuid4().hex
             try:
-                self._registry.commit(
-                    ephemeral={records.broker_key(incarnation): self._record().dump()}, lease=lease
-                )
+                self._registry.commit(ephemeral={records.broker_key(incarnation): self._record().dump()}, lease=lease)
             except BaseException:
                 lease.close()
                 raise
@@ -69,9 +67,7 @@ class Membership:
             return
         self._load = load
         try:
-            self._registry.commit(
-                ephemeral={records.broker_key(self.incarnation): self._record().dump()}, lease=lease
-            )
+            self._registry.commit(ephemeral={records.broker_key(self.incarnation): self._record().dump()}, lease=lease)
         except LeaseExpired:
             return  # noticed by the next `join`
 

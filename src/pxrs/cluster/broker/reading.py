@@ -120,4 +120,3 @@ def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFail
 def body_of(read: EntryRead) -> pa.Buffer:
     assert read.body is not None
     return pa.py_buffer(read.body)
-

@@ -134,9 +134,14 @@ class ControlStream:
             theirs = theirs if isinstance(theirs, int) else 0
             raise WireMismatch(wire.VERSION, theirs, theirs)
         known = {name: int(value) for name, value in found["limits"].items() if name in Limits.__dataclass_fields__}
-        appends = {name: int(found[name]) for name in ("append_batches_max", "append_bytes_max") if name in found}
-        self.hello = Hello(min(theirs, wire.VERSION), str(found.get("instance")), Limits(**known), **appends)
-        self.hello = self.hello._replace(is_cluster=found.get("cluster") is True)
+        self.hello = Hello(
+            min(theirs, wire.VERSION),
+            str(found.get("instance")),
+            Limits(**known),
+            int(found.get("append_batches_max", Hello._field_defaults["append_batches_max"])),
+            int(found.get("append_bytes_max", Hello._field_defaults["append_bytes_max"])),
+            found.get("cluster") is True,
+        )
         self._heard_at = time.monotonic()
 
     def run(self) -> str:
