@@ -46,6 +46,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backup",),
     HUB,
     ("server",),
+    ("cluster",),
     ("spark", "web"),
     ("cli",),
     ("testing",),
