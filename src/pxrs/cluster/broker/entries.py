@@ -18,6 +18,7 @@ from pxrs.log.batch import (
     SCHEMA,
     Batch,
     Header,
+    Origin,
     Payload,
     header_bytes,
     padding,
@@ -64,6 +65,12 @@ class Entry(NamedTuple):
     def next_offset(self) -> int:
         return self.offset + self.rows
 
+    def origins(self, place: int) -> Iterator[tuple[Origin, int]]:
+        """The origin and the offset of each batch, of an entry that `encode_entry` has made."""
+        for piece in self.pieces[::3] if self.frames else ():
+            header = read_header(piece, "an entry", 0, place)
+            yield header.origin, header.base_offset
+
 
 def state_entry(producers: Producers, offset: int, now: int) -> Entry:
     """Entry 0 of a ledger that begins at this offset. now: in microseconds since 1970."""
@@ -105,6 +112,15 @@ def headers(data: Any, where: str, place: int) -> Iterator[tuple[int, Header]]:
             raise DamagedFrame(where, position, "the header contradicts itself")
         yield position, header
         position += header.frame_bytes
+
+
+def origin_heads(data: Any, where: str, place: int) -> Iterator[Header]:
+    """The headers of an entry's frames, which a node has sent without the frames. Raises DamagedFrame."""
+    view, position = memoryview(data), 0
+    while position < len(view):
+        header = read_header(view[position : position + HEADER_BYTES], where, position, place)
+        yield header
+        position += header.header_bytes
 
 
 def decode_entry(data: pa.Buffer, where: str, place: int) -> Entry:

@@ -42,35 +42,40 @@ class LedgerReader:
                 self._indexes[record.id] = known
                 return known
         assert record.last is not None
-        found: dict[int, Indexed] = {}
-        errors: list[str] = []
-        for node in _nodes(record):
-            if len(found) > record.last:
-                break
-            try:
-                for entry, head in self._index_of(node, record):
-                    found.setdefault(entry, head)
-            except _FAILURES as error:
-                errors.append(f"{node}: {error}")
-        index = LedgerIndex()
-        for entry in range(record.last + 1):
-            if entry not in found:
-                raise _unreadable(record, entry, errors)
-            index.add(found[entry])
+        index = self.index_upto(record, record.last)
         with self._lock:
             self._indexes[record.id] = index
             while len(self._indexes) > INDEXES_MAX:
                 self._indexes.popitem(last=False)
         return index
 
-    def _index_of(self, node: str, record: LedgerRecord) -> Iterator[tuple[int, Indexed]]:
+    def index_upto(self, record: LedgerRecord, last: int) -> LedgerIndex:
+        """The index of the entries up to this one, all of which the ledger has. Raises ReadFailed."""
+        found: dict[int, Indexed] = {}
+        errors: list[str] = []
+        for node in _nodes(record):
+            if all(entry in found for entry in range(last + 1)):
+                break
+            try:
+                for entry, head in self._index_of(node, record, last):
+                    found.setdefault(entry, head)
+            except _FAILURES as error:
+                errors.append(f"{node}: {error}")
+        index = LedgerIndex()
+        for entry in range(last + 1):
+            if entry not in found:
+                raise _unreadable(record, entry, errors)
+            index.add(found[entry])
+        return index
+
+    def _index_of(self, node: str, record: LedgerRecord, last: int) -> Iterator[tuple[int, Indexed]]:
         after = -1
-        while True:
+        while after < last:
             page = self._links(node).index(record.id, after=after, limit=PAGE, timeout_s=READ_S)
             for entry, head in page.entries:
                 after = entry
                 yield entry, Indexed(head.offset, head.rows, head.size, head.last_timestamp, head.stored_at)
-            if not page.more:
+            if not page.has_more:
                 return
 
     def read(self, record: LedgerRecord, first: int, last: int, *, heads: bool = False) -> Iterator[EntryRead]:
@@ -87,7 +92,8 @@ class LedgerReader:
                 except _FAILURES as error:
                     errors.append(f"{node}: {error}")
                     continue
-                found |= {each.entry: each for each in read if each.body is not None}
+                errors += [f"{node}: {each.error}" for each in read if each.error is not None]
+                found |= {each.entry: each for each in read if each.head is not None}
                 while entry in found:
                     yield found.pop(entry)
                     entry += 1
@@ -118,5 +124,5 @@ def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFail
 
 
 def body_of(read: EntryRead) -> pa.Buffer:
-    assert read.body is not None
+    """The bytes of an entry that was read."""
     return pa.py_buffer(read.body)
