@@ -139,10 +139,9 @@ class TopicRecord:
         return encode({**settings, "quorum": asdict(self.quorum), "placement": self.placement}).encode()
 
     @classmethod
-    def load(cls, key: str, value: bytes) -> TopicRecord:
+    def parse(cls, key: str, value: bytes) -> TopicRecord:
         """Raises RegistryCorrupt."""
-        found: TopicRecord = loaded(key, value, cls._of)
-        return found
+        return parsed(key, value, cls._of)
 
     @classmethod
     def _of(cls, found: Mapping[str, Any]) -> TopicRecord:

@@ -110,7 +110,7 @@ class ClusterLog(Log):
 
     def _records(self) -> dict[str, TopicRecord]:
         return {
-            entry.key.removeprefix(records.TOPICS): TopicRecord.load(entry.key, entry.value)
+            entry.key.removeprefix(records.TOPICS): TopicRecord.parse(entry.key, entry.value)
             for entry in self.broker.registry.scan(records.TOPICS)
         }
 
@@ -132,7 +132,7 @@ class ClusterLog(Log):
                 raise
         if entry is None:
             raise UnknownTopic(name, sorted(each for each in self._records() if not is_internal(each)))
-        return TopicRecord.load(entry.key, entry.value), entry.version
+        return TopicRecord.parse(entry.key, entry.value), entry.version
 
     def alter_topic(self, name: str, changes: Mapping[str, object]) -> TopicLog:
         key = records.topic_key(name)
@@ -165,7 +165,7 @@ class ClusterLog(Log):
 
     def finish_deletions(self) -> None:
         for entry in self.broker.registry.scan(records.DELETED):
-            gone = DeletedTopic.load(entry.key, entry.value)
+            gone = DeletedTopic.parse(entry.key, entry.value)
             self._finish(entry.key.removeprefix(records.DELETED), gone)
 
     def _finish(self, topic_id: str, gone: DeletedTopic) -> None:
@@ -176,7 +176,7 @@ class ClusterLog(Log):
                 key = records.owner_key(topic_id, partition)
                 entry = registry.get(key)
                 if entry is not None:
-                    owner = OwnerRecord.load(entry.key, entry.value)
+                    owner = OwnerRecord.parse(entry.key, entry.value)
                     if not owner.is_deleted:  # from now on nobody creates a ledger of this partition
                         registry.commit({key: entry.version}, {key: owner.deleted().dump()})
                 for ledger in registry.scan(records.ledgers_prefix(topic_id, partition)):
@@ -197,7 +197,7 @@ class ClusterLog(Log):
     def check_topic(self, topic: Topic) -> None:
         """Raise TopicDeleted if the topic is not there any more."""
         entry = self.broker.registry.get(records.topic_key(topic.name))
-        found = None if entry is None else TopicRecord.load(entry.key, entry.value).topic.id
+        found = None if entry is None else TopicRecord.parse(entry.key, entry.value).topic.id
         if found != topic.id:
             raise TopicDeleted(topic.name, topic.id, is_made_again=found is not None)
 

@@ -1,4 +1,6 @@
-"""Opens a partition that this broker has claimed: recover the last ledger, rebuild the producers' state, begin the next.
+"""Opens a partition that this broker has claimed.
+
+It recovers the last ledger, rebuilds the state of the producers, and begins the next ledger.
 
 Every step may be repeated: a broker that dies midway is followed by another one, which begins anew (C1).
 """
@@ -28,14 +30,14 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> None:
     topic = partition.topic
     key = records.owner_key(topic.topic.id, partition.partition)
     entry = broker.registry.get(key)
-    owner = OwnerRecord() if entry is None else OwnerRecord.load(entry.key, entry.value)
+    owner = OwnerRecord() if entry is None else OwnerRecord.parse(entry.key, entry.value)
     if entry is None or owner.broker != partition.incarnation or owner.epoch != partition.epoch:
         moved = PartitionMoved(f"{partition.name}: another broker has claimed the partition")
         partition.give_up(moved)
         raise moved
     partition.claim(owner, entry.version)
     chain = [
-        (LedgerRecord.load(found.key, found.value), found.version)
+        (LedgerRecord.parse(found.key, found.value), found.version)
         for found in broker.registry.scan(records.ledgers_prefix(topic.topic.id, partition.partition))
     ]
     closed = [record for record, _ in chain]
@@ -70,13 +72,13 @@ def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRec
 
 
 def next_ledger(broker: Broker, partition: OwnedPartition, base: int) -> LedgerShell:
-    """Create the partition's next ledger in the registry, and its writer. Its first entry is the producers' state, which
-    `OwnedPartition.serve` appends. Raises PartitionMoved, NotEnoughNodes."""
+    """Create the partition's next ledger in the registry, and its writer. Its first entry, the producers' state, is
+    appended by the partition. Raises PartitionMoved, NotEnoughNodes."""
     topic, owner = partition.topic, partition.owner
     nodes = broker.ensemble(topic)
     if any(
         sum(nodes[position] is not None for position in positions) < topic.quorum.ack_quorum
-        for positions in topic.quorum.write_sets()
+        for positions in map(topic.quorum.write_set, range(topic.quorum.ensemble))
     ):
         raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
     record = LedgerRecord(

@@ -3,13 +3,11 @@
 One thread looks, after each change of the registry that concerns brokers, topics or owners. What it does is decided
 from what it sees, and made true by commits that expect it:
 
-    an owner record names this incarnation, and the partition is not open    open it (again)
-    an owner record of an open partition names another claim                 give it up
-    an owner record names an incarnation that is not there any more          the broker that the placement chooses claims
-                                                                             it; any other one after CLAIM_S
-    the lease was lost                                                       give everything up, join as a new incarnation
-    a broker owns fewer partitions than its share                            one that owns more closes a ledger and
-                                                                             releases the partition to it
+    what is seen                                                what is done
+    an owned partition is not open, or its writer has stopped   open it (again)
+    the owner record of an owned partition names another claim  give it up
+    a partition's owner is not there any more                   the least loaded broker claims it; any, after CLAIM_S
+    the lease was lost                                          give everything up, join as a new incarnation
 
 A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read.
 So of two brokers one gets the partition, a broker whose lease has ended gets none, and a deleted topic gets no owner.

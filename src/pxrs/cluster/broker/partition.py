@@ -24,13 +24,13 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pxrs.cluster import records
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, origin_heads, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
 from pxrs.cluster.broker.reading import body_of
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
-from pxrs.cluster import records
 from pxrs.cluster.records import OwnerRecord, TopicRecord
 from pxrs.errors import (
     AppendFailed,
@@ -45,9 +45,9 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import Batch, Origin, place_id
 from pxrs.log.contract import Append, Bounds
+from pxrs.log.directory.retaining import oldest_kept
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming, Placement, Producers, named
-from pxrs.log.directory.retaining import oldest_kept
 from pxrs.log.retention import credible_time
 from pxrs.waiting import Subscribers
 
@@ -121,9 +121,7 @@ class OwnedPartition:
 
     def writer(self, record: LedgerRecord, version: int) -> LedgerShell:
         """The writer of a ledger that was just created."""
-        return LedgerShell(
-            self._broker, self.topic, record, version, self._changed, self._confirmed, self._stopped
-        )
+        return LedgerShell(self._broker, self.topic, record, version, self._changed, self._confirmed, self._stopped)
 
     def _stopped(self, writer: LedgerShell, why: str) -> None:
         if writer is self._writer and self._stuck is None and self._gone is None:
@@ -344,9 +342,9 @@ class OwnedPartition:
                 if self.why_not is not None:
                     break
                 left = until - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    if ticket.needed > self._end and time.monotonic() >= until:
-                        break
+                if left <= 0:
+                    break
+                self._changed.wait(left)
             if ticket.needed <= self._end and ticket.generation == self._generation:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not
@@ -434,7 +432,7 @@ class OwnedPartition:
             chain, index, end = list(self._chain), self._index, self._end
             stored_at, size = index.stored_at, index.bytes
         topic = self.topic.topic
-        pieces = [(record.end or 0, record.stored_at, record.bytes) for record in chain]
+        pieces = [(record.end or 0, record.stored_at, record.size) for record in chain]
         times = [*(stored for _, stored, _ in pieces), *([] if stored_at is None else [stored_at])]
         total = size + sum(each for _, _, each in pieces)
         start = self._start

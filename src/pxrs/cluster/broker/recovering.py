@@ -13,6 +13,7 @@ from typing import Final
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import TopicRecord
+from pxrs.cluster.recovery import Action as RecoveryAction
 from pxrs.cluster.recovery import (
     AddEntry,
     Closed,
@@ -23,7 +24,6 @@ from pxrs.cluster.recovery import (
     Recovery,
     Stopped,
 )
-from pxrs.cluster.recovery import Action as RecoveryAction
 from pxrs.cluster.replication import Change
 from pxrs.errors import (
     Conflict,
@@ -173,7 +173,7 @@ class Recoverer:
             except PxrsError:
                 self._tell(self._core.unknown)
                 return
-            record = None if found is None else LedgerRecord.load(found.key, found.value)
+            record = None if found is None else LedgerRecord.parse(found.key, found.value)
             self._tell(self._core.conflicted, record, 0 if found is None else found.version)
         except (OutcomeUnknown, RegistryUnavailable) as error:
             _logger.warning("the record of ledger %s was not written, tried again: %s", self._ledger, error)

@@ -64,12 +64,12 @@ class View:
         """Read everything now."""
         with self._lock:
             seen = Seen(
-                self._scan(records.BROKERS, BrokerRecord.load),
-                self._scan(records.ALIVE, AliveNode.load),
-                self._scan_versions(records.TOPICS, TopicRecord.load),
+                self._scan(records.BROKERS, BrokerRecord.parse),
+                self._scan(records.ALIVE, AliveNode.parse),
+                self._scan_versions(records.TOPICS, TopicRecord.parse),
                 {
                     (topic_id, int(partition)): found
-                    for key, found in self._scan_versions(records.OWNERS, OwnerRecord.load).items()
+                    for key, found in self._scan_versions(records.OWNERS, OwnerRecord.parse).items()
                     for topic_id, _, partition in [key.rpartition("/")]
                 },
             )

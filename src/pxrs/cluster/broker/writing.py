@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import xxhash
 
@@ -41,9 +41,7 @@ def head_of(entry: Entry) -> EntryHead:
     digest = xxhash.xxh3_64()
     for piece in entry.pieces:
         digest.update(piece)
-    return EntryHead(
-        entry.offset, entry.rows, entry.size, entry.last_timestamp, entry.stored_at, digest.intdigest()
-    )
+    return EntryHead(entry.offset, entry.rows, entry.size, entry.last_timestamp, entry.stored_at, digest.intdigest())
 
 
 class LedgerShell:
@@ -182,7 +180,7 @@ class LedgerShell:
     def _commit(self, change: Change) -> None:
         key = change.record.key
         registry = self._broker.registry
-        found: Any = None
+        step: Callable[[], list[Action]]
         try:
             version = registry.commit({key: change.expect}, {key: change.record.dump()})[key]
             step = functools.partial(self._core.committed, version)
@@ -192,7 +190,7 @@ class LedgerShell:
             except PxrsError:
                 step = self._core.unknown
             else:
-                record = None if found is None else LedgerRecord.load(found.key, found.value)
+                record = None if found is None else LedgerRecord.parse(found.key, found.value)
                 step = functools.partial(self._core.conflicted, record, 0 if found is None else found.version)
         except (OutcomeUnknown, RegistryUnavailable) as error:
             _logger.warning("the record of ledger %s was not written, tried again: %s", self.record.id, error)
