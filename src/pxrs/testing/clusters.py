@@ -1,7 +1,7 @@
 """Whole clusters within one process: storage nodes and brokers on threads, a registry of one's choice. For tests.
 
-    with small_cluster(folder) as cluster:
-        with pxrs.open(cluster.url) as hub: ...
+with small_cluster(folder) as cluster:
+    with pxrs.open(cluster.url) as hub: ...
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pxrs.cluster.ledgers import Quorum
 from pxrs.cluster.records import DeletedTopic, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, PartitionMoved, PxrsError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.contract import DamagedTopic, Log, TopicLog
-from pxrs.model import Topic, is_internal
+from pxrs.model import STORED_TOPIC_NAME, Topic, is_internal
 from pxrs.registry.contract import ABSENT
 from pxrs.remote.client.routed import RoutedTopic
 from pxrs.remote.client.routes import Peers
@@ -123,13 +123,8 @@ class ClusterLog(Log):
 
     def _record(self, name: str) -> tuple[TopicRecord, int]:
         self.check_usable()
-        try:
-            entry = self.broker.registry.get(records.topic_key(name))
-        except PxrsError:
-            if any(each in name for each in "/ \0\n") or not name.isascii():
-                entry = None
-            else:
-                raise
+        is_name = isinstance(name, str) and STORED_TOPIC_NAME.fullmatch(name) is not None
+        entry = self.broker.registry.get(records.topic_key(name)) if is_name else None
         if entry is None:
             raise UnknownTopic(name, sorted(each for each in self._records() if not is_internal(each)))
         return TopicRecord.parse(entry.key, entry.value), entry.version

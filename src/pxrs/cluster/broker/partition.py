@@ -377,7 +377,8 @@ class OwnedPartition:
         if len(self._index) + len(self._pending) < 2:  # it has no messages yet
             return False
         topic, age_s = self.topic.topic, self.topic.topic.segment_age_s
-        is_old = age_s is not None and self._broker.clock.wall_time_us() - self._writer.began_at >= age_s * 1e6
+        age_us = self._broker.clock.wall_time_us() - self._writer.began_at
+        is_old = age_s is not None and not 0 <= age_us < age_s * 1e6  # below 0: the clock was ahead when it began
         return self._writer.size >= topic.segment_bytes or is_old or self._writer.should_roll
 
     def _roll(self) -> None:

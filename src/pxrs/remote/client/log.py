@@ -164,9 +164,9 @@ class RemoteLog(Log):
         return identity
 
     def close(self) -> None:
-        self._session.close()
+        self._session.close()  # a later call raises Closed before it needs what follows
         with self._lock:
-            peers, crew, self._peers, self._crew = self._peers, self._crew, None, None
+            peers, crew = self._peers, self._crew
         if peers is not None:
             peers.close()
         if crew is not None:

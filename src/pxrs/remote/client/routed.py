@@ -29,8 +29,10 @@ from pxrs.model import Topic
 from pxrs.waiting import Callback, Subscription
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 0.25
-THREADS_MAX: Final = 16
+THREADS_MAX: Final = 4
 """How many servers are asked at the same time."""
+SHARED_BYTES_MIN: Final = 1 << 20
+"""A read of fewer bytes than this asks one server after the other: each of them returns at least one batch."""
 _MOVED: Final = (PartitionMoved, ReadFailed, ServerBusy)
 """Errors of a handle after which another server may serve the partition."""
 
@@ -97,10 +99,11 @@ class RoutedTopic(TopicLog):
     def _read_all(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
         """One request to each server, for all partitions that it owns."""
         chosen = self._checked(positions)
-        share = max(1, max_bytes)
+        if max_bytes < SHARED_BYTES_MIN and len(chosen) > 1:
+            return self._read_in_turn(positions, max_bytes)
 
         def fetch(log: TopicLog, mine: list[int]) -> dict[int, Fetched]:
-            wanted = max(1, share * len(mine) // len(chosen))
+            wanted = max(1, max_bytes * len(mine) // len(chosen))
             found = log.fetch({each: positions[each] for each in mine}, wanted, 0.0)
             moved = [each for each, what in found.items() if isinstance(what.error, _MOVED)]
             for partition in moved:
@@ -109,6 +112,18 @@ class RoutedTopic(TopicLog):
             return found
 
         return self._gather(chosen, fetch)
+
+    def _read_in_turn(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
+        """One partition after the other, until there are enough bytes."""
+        found: dict[int, Fetched] = {}
+        left = max(1, max_bytes)
+        for partition in self.readable(positions):
+            if left <= 0:
+                break
+            found |= self._read_all({partition: positions[partition]}, left)
+            batches = found[partition].batches if partition in found else ()
+            left -= sum(batch.records.nbytes for batch in batches)
+        return found
 
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
         chosen = self._checked(partitions)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from pxrs.errors import PartitionMoved
+from pxrs.errors import Closed, PartitionMoved
 from pxrs.log.contract import TopicLog
 from pxrs.model import Topic
 from pxrs.remote.client.session import Session
@@ -32,12 +32,15 @@ class Peers:
         """settings: those of the cluster's address; token and TLS are the same for every broker."""
         self._settings = settings
         self._lock = threading.Lock()
+        self._is_closed = False
         self._sessions: dict[str, Session] = {}
         self._topics: dict[tuple[str, str], RemoteTopic] = {}
 
     def topic(self, address: str, topic: Topic) -> RemoteTopic:
         """The topic at the broker with this address, host and port."""
         with self._lock:
+            if self._is_closed:
+                raise Closed(f"the log {self._settings.shown} was closed")
             known = self._topics.get((address, topic.id))
             if known is None:
                 session = self._sessions.get(address)
@@ -45,6 +48,11 @@ class Peers:
                     session = self._sessions[address] = Session(self._settings_of(address))
                 known = self._topics[address, topic.id] = RemoteTopic(topic, session)
             return known
+
+    def is_at(self, address: str, handle: TopicLog) -> bool:
+        """Whether the handle is that of a topic at the broker with this address."""
+        with self._lock:
+            return self._topics.get((address, handle.id)) is handle
 
     def _settings_of(self, address: str) -> Settings:
         return replace(
@@ -58,6 +66,7 @@ class Peers:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             sessions = list(self._sessions.values())
             self._sessions.clear()
             self._topics.clear()
@@ -100,5 +109,5 @@ class AskedRoutes:
     def forget(self, partition: int, handle: TopicLog) -> None:
         with self._lock:
             address = self._owners.get(partition)
-            if address is not None and self._peers.topic(address, self._topic) is handle:
+            if address is not None and self._peers.is_at(address, handle):
                 del self._owners[partition]
