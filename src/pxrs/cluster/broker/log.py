@@ -35,6 +35,9 @@ class BrokerRoutes:
         self._record, self._log = record, log
         self._forgotten: dict[int, float] = {}
 
+    def check(self) -> None:
+        self._log.check_usable()
+
     def handle(self, partition: int) -> TopicLog:
         log, topic = self._log, self._record.topic
         log.check_usable()

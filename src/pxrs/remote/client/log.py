@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -52,6 +53,7 @@ class RemoteLog(Log):
         self._peers: Peers | None = None
         """The brokers of a cluster; None if the server is none of a cluster, or none was asked for yet."""
         self._crew: ThreadPoolExecutor | None = None
+        self._routed: weakref.WeakSet[RoutedTopic] = weakref.WeakSet()
         self._identity: tuple[float, tuple[str, str] | None] | None = None
         """When the identity was last asked for, and what it was then."""
 
@@ -94,8 +96,10 @@ class RemoteLog(Log):
             if self._peers is None or self._crew is None:
                 self._peers = Peers(self._settings)
                 self._crew = ThreadPoolExecutor(THREADS_MAX, "pxrs-brokers")
-            routes = AskedRoutes(topic, self._peers, any_of_them.owners)
-            return RoutedTopic(topic, routes, self._crew, self._settings.patience_s)
+            routes = AskedRoutes(topic, self._peers, any_of_them.owners, self._session.connection)
+            routed = RoutedTopic(topic, routes, self._crew, self._settings.patience_s)
+            self._routed.add(routed)
+            return routed
 
     def _find(self, name: str) -> Topic | None:
         return next((each for each in self.topics() if each.name == name), None)
@@ -166,8 +170,10 @@ class RemoteLog(Log):
     def close(self) -> None:
         self._session.close()  # a later call raises Closed before it needs what follows
         with self._lock:
-            peers, crew = self._peers, self._crew
+            peers, crew, routed = self._peers, self._crew, list(self._routed)
         if peers is not None:
             peers.close()
         if crew is not None:
             crew.shutdown(wait=False, cancel_futures=True)
+        for each in routed:
+            each.wake()

@@ -42,6 +42,9 @@ T = TypeVar("T")
 class Routes(Protocol):
     """Which handle serves each partition of one topic. Threads share it."""
 
+    def check(self) -> None:
+        """Raise Closed or UsedAfterFork if the topic may not be used any more."""
+
     def handle(self, partition: int) -> TopicLog:
         """The handle of the partition's owner. Raises PartitionMoved if the partition has none at the moment, and what
         concerns the whole topic: TopicDeleted, Closed, UsedAfterFork."""
@@ -153,6 +156,13 @@ class RoutedTopic(TopicLog):
             if moved:
                 self._arm(each, log, moved)
                 each.callback()
+
+    def wake(self) -> None:
+        """The log was closed: everybody who waits looks again."""
+        with self._lock:
+            waiting = list(self._waiting)
+        for each in waiting:
+            each.callback()
 
     def _unsubscribe(self, waiting: _Waiting) -> None:
         with self._lock:
@@ -297,8 +307,9 @@ class RoutedTopic(TopicLog):
         return list(groups.values())
 
     def _checked(self, partitions: Iterable[int]) -> list[int]:
-        """Raises InvalidRecord if the topic has no such partition."""
+        """Raises InvalidRecord if the topic has no such partition; Closed, UsedAfterFork."""
         chosen = list(partitions)
+        self._routes.check()
         for partition in chosen:
             if not 0 <= partition < self.partitions:
                 raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")

@@ -36,11 +36,14 @@ class Peers:
         self._sessions: dict[str, Session] = {}
         self._topics: dict[tuple[str, str], RemoteTopic] = {}
 
+    def check(self) -> None:
+        if self._is_closed:
+            raise Closed(f"the log {self._settings.shown} was closed")
+
     def topic(self, address: str, topic: Topic) -> RemoteTopic:
         """The topic at the broker with this address, host and port."""
         with self._lock:
-            if self._is_closed:
-                raise Closed(f"the log {self._settings.shown} was closed")
+            self.check()
             known = self._topics.get((address, topic.id))
             if known is None:
                 session = self._sessions.get(address)
@@ -77,15 +80,20 @@ class Peers:
 class AskedRoutes:
     """The routes of one topic; see `routed.Routes`. Threads share it."""
 
-    def __init__(self, topic: Topic, peers: Peers, ask: Callable[[], Mapping[int, str]]) -> None:
+    def __init__(
+        self, topic: Topic, peers: Peers, ask: Callable[[], Mapping[int, str]], check: Callable[[], object]
+    ) -> None:
         """ask: asks any broker for the address of each partition's owner; may wait, and raises what concerns the whole
-        topic."""
-        self._topic, self._peers, self._ask = topic, peers, ask
+        topic. check: raises Closed or UsedAfterFork."""
+        self._topic, self._peers, self._ask, self._check = topic, peers, ask, check
         self._lock = threading.Lock()
         self._owners: dict[int, str] = {}
         self._asking = threading.Lock()
         """Held while the owners are asked for: threads that need them at the same time ask once."""
         self._asked_at = float("-inf")
+
+    def check(self) -> None:
+        self._check()
 
     def handle(self, partition: int) -> TopicLog:
         address = self._owners.get(partition)
