@@ -15,6 +15,7 @@ MAY_PASS = {
     *("AppendFailed", "AppendUnknown", "BufferFull", "LogBusy", "ReadFailed"),
     *("PartitionLost", "PartitionNotAssigned", "CommitUnknown", "GroupUnavailable"),
     *("TransactionLost", "HandlerFailed", "Closed", "ServerBusy", "CannotListen", "PipelineFailed"),
+    *("NodeUnreachable", "NodeFull", "WrongNode", "LedgerRemoved", "LedgerDamaged", "PartitionUnavailable"),
 }
 
 

@@ -17,6 +17,7 @@ from pxrs.errors import (
     Conflict,
     HandlerFailed,
     LeaseExpired,
+    NodeUnreachable,
     OutcomeUnknown,
     PartitionLost,
     PipelineFailed,
@@ -39,6 +40,7 @@ MAY_PASS: Final = (
     Closed,
     CannotListen,
     PipelineFailed,
+    NodeUnreachable,
 )
 
 

@@ -24,6 +24,9 @@ COLLECT: Final = "storage.collect"
 _BODY_TAG: Final = b"\xc2\x3e"
 _METADATA_TAG: Final = b"\x1a"
 
+_TYPES: Final = frozenset((str, int, int, recovery, *[int] * len(EntryHead._fields)) for recovery in (int, type(None)))
+"""The types of the fields of an add, with a recovery number and without."""
+
 Piece = bytes | memoryview
 
 
@@ -65,24 +68,19 @@ def read_adds(message: bytes) -> list[Add]:
     try:
         batch, at = [], 0
         view = memoryview(found.body)
-        for ledger, entry, lac, recovery, *head in wire.loads(found.app_metadata)["adds"]:
-            about = EntryHead(*head)
+        for row in wire.loads(found.app_metadata)["adds"]:
+            if tuple(map(type, row)) not in _TYPES:
+                raise ValueError("a field is missing or has another type")
+            ledger, entry, lac, recovery, *head = row
+            about = EntryHead._make(head)
             body = view[at : at + about.size]
             at += about.size
-            if not _is_text(ledger) or not all(type(each) is int for each in (entry, lac, *about)):
-                raise ValueError("a field has another type")
             if about.size < 0 or len(body) != about.size or entry < 0 or not 0 <= about.checksum < 1 << 64:
                 raise ValueError("a number is out of range")
-            if recovery is not None and type(recovery) is not int:
-                raise ValueError("a recovery number is no integer")
             batch.append(Add(ledger, entry, lac, recovery, about, (body,)))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"a message of adds cannot be read: {str(error)[:200]}") from error
     return batch
-
-
-def _is_text(ledger: object) -> bool:
-    return isinstance(ledger, str) and ledger.isascii() and ledger.isprintable()
 
 
 def answer(synced: int, refused: Sequence[tuple[int, PxrsError]]) -> bytes:

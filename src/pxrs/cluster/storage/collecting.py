@@ -25,6 +25,7 @@ from pxrs.cluster.storage.index import entries_of
 from pxrs.cluster.storage.node import StorageNode
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import DamagedFrame, PxrsError
+from pxrs.metrics.instruments import STORAGE_REMOVED
 from pxrs.registry.contract import Registry
 from pxrs.waiting import start_thread
 
@@ -118,6 +119,7 @@ class Collector:
         has_partition = self._registry.get(owner_key(name.topic_id, name.partition)) is not None
         is_removed = self._node.remove(ledger, mark, has_partition=has_partition)
         if is_removed:
+            STORAGE_REMOVED.of().add()
             _logger.info("ledger %s was removed: its record does not name this node, or is gone", ledger)
         return is_removed
 

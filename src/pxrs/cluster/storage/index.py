@@ -1,8 +1,8 @@
 """Where the records of a storage node lie in its journal, and which of them still count.
 
-`Entries` is the index of one ledger: 64 bytes for each entry, in columns of 64 bits that are sorted by the entry's
-number. A writer adds entries in rising order, so almost every entry is appended; one that comes later is inserted.
-`NodeCore` adds an entry when it accepts it; the entry has no position until it is synced.
+`Entries` is the index of one ledger: 64 bytes for each entry, in arrays that are sorted by the entry's number. A writer
+adds entries in rising order, so almost every entry is appended; one that comes later is inserted. `NodeCore` adds an
+entry when it accepts it; the entry has no position until it is synced.
 
 `Index` follows the journal: it is given every record that is synced, at the start of the node and after each batch, in
 the order of their positions. It passes them on to the core at the start, and knows how many bytes of each segment do
@@ -48,35 +48,38 @@ class Place(NamedTuple):
         return EntryHead(*self[2:])
 
 
-_SIGNED: Final = "q" * 7
-_COLUMNS: Final = (*_SIGNED, "Q")
+_WIDTH: Final = len(Place._fields) - 1
+_WRAP: Final = 1 << 64
 
 
 class Entries:
     """The entries of one ledger: an `EntryIndex` of the core."""
 
-    __slots__ = ("_columns",)
+    __slots__ = ("_numbers", "_rest")
 
     def __init__(self) -> None:
-        self._columns = [array(kind) for kind in _COLUMNS]
+        self._numbers = array("q")
+        """The entries' numbers, in rising order."""
+        self._rest = array("q")
+        """The other fields of each `Place`, one entry behind the other; the checksum as a signed number."""
 
     def __contains__(self, entry: object) -> bool:
         return isinstance(entry, int) and self._at(entry) is not None
 
     def __len__(self) -> int:
-        return len(self._columns[0])
+        return len(self._numbers)
 
     def add(self, entry: int, head: EntryHead) -> None:
         """The entry must not be there."""
-        entries = self._columns[0]
-        place = (entry, UNSYNCED, *head)
-        if not entries or entry > entries[-1]:
-            for column, value in zip(self._columns, place, strict=True):
-                column.append(value)
+        *most, checksum = head
+        row = (UNSYNCED, *most, checksum - _WRAP if checksum >= _WRAP >> 1 else checksum)
+        if not self._numbers or entry > self._numbers[-1]:
+            self._numbers.append(entry)
+            self._rest.extend(row)
         else:
-            at = bisect_left(entries, entry)
-            for column, value in zip(self._columns, place, strict=True):
-                column.insert(at, value)
+            at = bisect_left(self._numbers, entry)
+            self._numbers.insert(at, entry)
+            self._rest[at * _WIDTH : at * _WIDTH] = array("q", row)
 
     def checksum(self, entry: int) -> int:
         found = self.find(entry)
@@ -84,40 +87,45 @@ class Entries:
         return found.checksum
 
     def after(self, entry: int, limit: int) -> list[int]:
-        begin = bisect_right(self._columns[0], entry)
-        return self._columns[0][begin : begin + limit].tolist()
+        begin = bisect_right(self._numbers, entry)
+        return self._numbers[begin : begin + limit].tolist()
 
     @property
     def last(self) -> int:
-        entries = self._columns[0]
-        return int(entries[-1]) if entries else -1
+        return self._numbers[-1] if self._numbers else -1
 
     def find(self, entry: int) -> Place | None:
         at = self._at(entry)
-        return None if at is None else Place(*(column[at] for column in self._columns))
+        return None if at is None else self._place(at)
 
     def places(self) -> list[Place]:
-        return [Place(*values) for values in zip(*self._columns, strict=True)]
+        return [self._place(at) for at in range(len(self))]
 
     def move(self, entry: int, position: int) -> int:
         """Note where the entry, which is there, lies from now on; where it was before."""
         at = self._at(entry)
         assert at is not None
-        before: int = self._columns[1][at]
-        self._columns[1][at] = position
+        before = self._rest[at * _WIDTH]
+        self._rest[at * _WIDTH] = position
         return before
 
     def discard(self, entry: int) -> None:
         """Forget an entry that was not synced."""
         at = self._at(entry)
         if at is not None:
-            for column in self._columns:
-                del column[at]
+            del self._numbers[at]
+            del self._rest[at * _WIDTH : (at + 1) * _WIDTH]
 
     def _at(self, entry: int) -> int | None:
-        entries = self._columns[0]
-        at = bisect_left(entries, entry)
-        return at if at < len(entries) and entries[at] == entry else None
+        numbers = self._numbers
+        if not numbers or entry > numbers[-1]:
+            return None
+        at = bisect_left(numbers, entry)
+        return at if numbers[at] == entry else None
+
+    def _place(self, at: int) -> Place:
+        *most, checksum = self._rest[at * _WIDTH : (at + 1) * _WIDTH]
+        return Place._make((self._numbers[at], *most, checksum + _WRAP if checksum < 0 else checksum))
 
 
 def entries_of(state: LedgerState) -> Entries:

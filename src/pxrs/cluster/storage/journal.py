@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,7 @@ from pxrs.cluster.storage.opening import Opened, walk
 from pxrs.errors import Closed, DamagedFrame
 from pxrs.log.directory.segments.files import pread, segment_path
 from pxrs.log.directory.segments.writing import OpenSegment
+from pxrs.metrics.instruments import STORAGE_FAILURES, STORAGE_SYNC, STORAGE_WRITTEN
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ SEGMENT_BYTES: Final = 256 << 20
 BATCH_BYTES_MAX: Final = 16 << 20
 BATCH_RECORDS_MAX: Final = 4_000
 """How much is written before a sync: it is also what is written again when the node starts."""
+SMALL_BYTES: Final = 16 << 10
+"""Bodies up to this length are copied, so that many of them are written by one buffer."""
 FILES_MAX: Final = 256
 """How many sealed segments are kept open for readers."""
 
@@ -148,11 +152,15 @@ class Journal:
                 if not self._waiting:
                     return
                 batch = self._take()
+            began, before = time.monotonic(), self.end
             try:
                 end = self._write(batch)
             except OSError as error:
+                STORAGE_FAILURES.of().add()
                 self._fail(batch, error)
                 continue
+            STORAGE_SYNC.of().observe(time.monotonic() - began)
+            STORAGE_WRITTEN.of().add(end - before)
             with self.lock:
                 self.end = end
                 self._owner.written(batch)
@@ -177,20 +185,26 @@ class Journal:
             self._begin_segment()
         position, count = self.end, 0
         pieces: list[object] = []
+        small: list[Piece] = []
+        """Short pieces behind each other, which are written as one: a call of the system for each costs more."""
         for write in batch:
             if write.record is None:
                 continue
             record = write.record._replace(position=position, follows=count)
             if record.offset == HERE and record.kind is Kind.REMOVED:
                 record = record._replace(offset=position)
-            pieces.append(encode(record, position, count, self._seed))
-            pieces += write.pieces
-            if padding := body_padding(record.body_bytes):
-                pieces.append(padding)
+            small.append(encode(record, position, count, self._seed))
+            if record.body_bytes > SMALL_BYTES:
+                pieces += (b"".join(small), *write.pieces)
+                small.clear()
+            else:
+                small += write.pieces
+            small.append(body_padding(record.body_bytes))
             position += record.size
             count += 1
             write.record = record
         if count:
+            pieces.append(b"".join(small))
             self._active.write(pieces, self.end - self.bases[-1])
             self._active.sync()
         return position

@@ -38,6 +38,13 @@ from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
 from pxrs.cluster.storage.opening import open_journal
 from pxrs.cluster.storage.reading import EntryReader, Found
 from pxrs.errors import InvalidArgument, NodeFull, NodeUnreachable, PxrsError
+from pxrs.metrics.instruments import (
+    STORAGE_BYTES,
+    STORAGE_ENTRIES,
+    STORAGE_FREE,
+    STORAGE_LEDGERS,
+    STORAGE_REFUSES,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -88,6 +95,8 @@ class StorageNode:
         self.journal = Journal(folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes)
         self._reader = EntryReader(node, self.core, self.journal, self.lock, self._damage)
         self.look_at_room()
+        for gauge, read in _GAUGES:
+            gauge.watch(self, read)
 
     @property
     def refuses(self) -> str | None:
@@ -300,11 +309,14 @@ class StorageNode:
     # The journal.
 
     def written(self, writes: Sequence[Write]) -> None:
+        entries = 0
         for write in writes:
             if write.record is not None:
                 if write.removes is not None:
                     self.index.void(write.record, write.removes)
                 self.index.written(write.record)
+                entries += write.undo is not None and write.record.kind is Kind.ENTRY
+        STORAGE_ENTRIES.of().add(entries)
 
     def failed(self, error: OSError) -> None:
         self._set_problem(f"the journal could not be written: {disk.explain(error, self._folder)}")
@@ -314,14 +326,31 @@ class StorageNode:
         self.journal.close()
 
 
+_GAUGES: Final = (
+    (STORAGE_BYTES, lambda node: [((), node.load.bytes)]),
+    (STORAGE_LEDGERS, lambda node: [((), node.load.ledgers)]),
+    (STORAGE_FREE, lambda node: [((), node.load.free_bytes)]),
+    (STORAGE_REFUSES, lambda node: [((), float(node.load.refuses is not None))]),
+)
+
+
 def check_add(add: Add) -> None:
-    """Raises InvalidArgument if the names of an add cannot be stored."""
+    """Raises InvalidArgument if the ledger's id cannot be one, or the entry is too long."""
+    if not is_ledger(add.ledger):
+        raise InvalidArgument(f"{add.ledger[:200]!r} is no id of a ledger")
+    if add.head.size > BODY_BYTES_MAX:
+        raise InvalidArgument(f"an entry has {add.head.size:,} bytes, and {BODY_BYTES_MAX:,} is the most")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_ledger(text: str) -> bool:
+    """Whether the text can be the id of a ledger."""
+    if not text.isascii() or not text.isprintable() or len(text) > LEDGER_BYTES_MAX:
+        return False
     try:
-        LedgerName.of_id(add.ledger)
-    except ValueError as error:
-        raise InvalidArgument(f"{add.ledger[:200]!r} is no id of a ledger") from error
-    if len(add.ledger) > LEDGER_BYTES_MAX or add.head.size > BODY_BYTES_MAX:
-        raise InvalidArgument(f"an entry of {add.head.size:,} bytes is too long, or the ledger's id is")
+        return LedgerName.of_id(text).id == text
+    except ValueError:
+        return False
 
 
 def _refuse(number: int, done: Callable[[int, PxrsError | None], None], why: PxrsError, _: Exception | None) -> None:

@@ -18,10 +18,9 @@ import grpc
 
 from pxrs import __version__
 from pxrs.cluster import messages
-from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.storage.adds import AddStream
 from pxrs.cluster.storage.format import FORMAT
-from pxrs.cluster.storage.node import StorageNode
+from pxrs.cluster.storage.node import StorageNode, is_ledger
 from pxrs.cluster.storage.reading import Found
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import Closed, InvalidArgument, NotPermitted, PxrsError, ServerBusy, Unauthenticated, WrongNode
@@ -267,10 +266,8 @@ class _Replies(CountedReplies):
 
 def _ledger(given: Given) -> str:
     ledger = given.text("ledger")
-    try:
-        LedgerName.of_id(ledger)
-    except ValueError as error:
-        raise InvalidArgument(f"{given.call}: {ledger[:200]!r} is no id of a ledger") from error
+    if not is_ledger(ledger):
+        raise InvalidArgument(f"{given.call}: {ledger[:200]!r} is no id of a ledger")
     return ledger
 
 
