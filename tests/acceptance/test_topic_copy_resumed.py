@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,50 @@ def test_a_commit_that_comes_after_its_reply_was_lost_is_that_of_this_copy(
         monkeypatch.setattr(target.registry, "commit", lossy)
         assert hub.copy_topic("orders", "copy", to=target).messages == 20
         assert values(hub, "orders") == values(target, "copy")
+
+
+def test_a_record_that_is_older_than_the_target_is_noticed_by_a_piece_that_is_there(source: Path, target: Hub) -> None:
+    """Such as after the registry alone was restored."""
+    with opened(source) as hub:
+        (before,) = [entry for entry in target.registry.scan("topics/") if is_copy_key(entry.key)]
+        send(hub, 20, 4)
+        hub.copy_topic("orders", "copy", to=target)
+        now = target.registry.get(before.key)
+        assert now is not None
+        target.registry.commit({before.key: now.version}, {before.key: before.value})
+        send(hub, 24, 1)
+        with pytest.raises(CopyFailed, match="is older than the target"):
+            hub.copy_topic("orders", "copy", to=target)
+
+
+@pytest.mark.parametrize("is_cut_short", [False, True])
+def test_a_target_that_is_older_than_the_record_is_noticed_by_its_end(
+    is_cut_short: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registry is not in the directory, and the directory was replaced by an older copy."""
+    there, registry = tmp_path / "target", f"sqlite:///{tmp_path}/registry.db"
+    with opened(source) as hub:
+        with pxrs.open(there, registry, upkeep=False) as target:
+            hub.copy_topic("orders", "copy", to=target, end=10)
+        shutil.copytree(there, tmp_path / "older target", symlinks=True)
+        with pxrs.open(there, registry, upkeep=False) as target:
+            log = target.log.topic("copy")
+            append = log.append
+
+            def last(appends: Any) -> Any:
+                outcomes = append(appends)
+                if is_cut_short and sum(log.ends()) == 20:
+                    raise Killed
+                return outcomes
+
+            monkeypatch.setattr(log, "append", last)
+            with pytest.raises(Killed) if is_cut_short else nullcontext():
+                hub.copy_topic("orders", "copy", to=target)
+        with (
+            pxrs.open(tmp_path / "older target", registry, upkeep=False) as target,
+            pytest.raises(CopyFailed, match="copy/0 ends at offset 10, and has ended at"),
+        ):
+            hub.copy_topic("orders", "copy", to=target)
 
 
 class Between:

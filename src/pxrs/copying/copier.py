@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,6 +91,7 @@ class Copier:
                 f"{begins} was given: leave that out, or copy into another topic"
             )
         self._check_source(record)
+        self._check_target(record)
         return record
 
     def _check_source(self, record: CopyRecord) -> None:
@@ -104,6 +105,17 @@ class Copier:
                 raise self._is_another(f"{error}, and messages up to {position} were copied") from error
             if found and mark and found != mark:
                 raise self._is_another(f"{self._source.name}/{number} has another message at offset {position - 1}")
+
+    def _check_target(self, record: CopyRecord) -> None:
+        """Raise CopyFailed if the target lacks what was stored: an older copy of its directory has taken its place,
+        while its registry is elsewhere and has the record."""
+        for number, bounds in self._target.bounds(record.stored).items():
+            if bounds.end < record.stored[number]:
+                raise CopyFailed(
+                    f"{self._target.name}/{number} ends at offset {bounds.end}, and has ended at "
+                    f"{record.stored[number]} when {self._source.name} was copied: the target is perhaps an older copy "
+                    "of itself, and lacks messages that count as copied. Copy into another topic"
+                )
 
     def _is_another(self, why: str) -> CopyFailed:
         return CopyFailed(
@@ -131,7 +143,7 @@ class Copier:
                 since = {number: self._ends[number] for number, _ in parts}
                 record = self._commit(record.begun(Piece(partition, found.end, since, mark_of(found.rows[-1]))))
                 self._send(record, parts)
-                record = record.done()
+                record = record.done(self._stored(since))
             else:
                 record = record.moved(partition, found.end)  # a gap
             self._progress(found.end - before)
@@ -169,7 +181,10 @@ class Copier:
             raise self._is_another(f"{self._source.name}/{piece.partition} has another message before {piece.end}")
         self._send(record, split(self._source, self._target, piece.partition, found))
         self._progress(piece.end - start)
-        return record.done()
+        return record.done(self._stored(piece.since))
+
+    def _stored(self, numbers: Iterable[int]) -> dict[int, int]:
+        return {number: self._ends[number] for number in numbers}
 
     def _progress(self, offsets: int) -> None:
         self._offsets += offsets
@@ -216,6 +231,7 @@ class Copier:
             again = []
             for append, outcome in zip(left, self._target.append(left), strict=True):
                 if isinstance(outcome, StoredAt):
+                    self._check_duplicate(record, append, outcome)
                     self._messages += 0 if outcome.is_duplicate else append.payload.rows
                     end = outcome.offset + append.payload.rows
                     self._ends[append.partition] = max(end, self._ends.get(append.partition, 0))
@@ -226,6 +242,15 @@ class Copier:
                 return
             left = again
         raise error
+
+    def _check_duplicate(self, record: CopyRecord, append: Append, outcome: StoredAt) -> None:
+        """Raise CopyFailed if the batch is taken for one that was stored before its piece was recorded."""
+        if outcome.is_duplicate and append.since is not None and outcome.offset < append.since:
+            raise CopyFailed(
+                f"{self._target.name}/{append.partition} has had a piece {record.number} of this copy before it was "
+                f"recorded: {self._key} is older than the target, as after a restoration of the registry alone. Which "
+                "messages were copied is not known: copy into another topic"
+            )
 
     def _checked(self, outcome: NotStored | MaybeStored) -> Exception:
         """The error of a batch that can be sent again. Raises the error of one that cannot."""

@@ -62,6 +62,8 @@ class CopyRecord:
     marks: tuple[str, ...] = ()
     """By partition of the source: the mark of the message before the position, by which a source that is not the one
     that was copied is told; empty if that offset is a gap, or if nothing was copied of the partition."""
+    stored: dict[int, int] = field(default_factory=dict)
+    """By partition of the target that got rows of the last piece that is known to be stored: where it ended then."""
     source: dict[str, str] = field(default_factory=dict)
     """The name and address of the source, for people who look into the registry."""
 
@@ -73,11 +75,11 @@ class CopyRecord:
         """The record before this piece is sent."""
         return replace(self, number=self.number + 1, piece=piece)
 
-    def done(self) -> CopyRecord:
-        """The record after the last piece is stored."""
+    def done(self, stored: dict[int, int]) -> CopyRecord:
+        """The record after the last piece is stored. stored: see the field."""
         if self.piece is None:
             return self
-        return self.moved(self.piece.partition, self.piece.end, self.piece.mark)
+        return replace(self.moved(self.piece.partition, self.piece.end, self.piece.mark), stored=stored)
 
     def moved(self, partition: int, position: int, mark: str = "") -> CopyRecord:
         """The record with another position of a partition, and no piece under way."""
@@ -94,10 +96,15 @@ class CopyRecord:
             found = json.loads(value)
             piece = found.pop("piece")
             if piece is not None:
-                since = {int(number): int(end) for number, end in piece["since"].items()}
-                piece = Piece(int(piece["partition"]), int(piece["end"]), since, str(piece["mark"]))
+                piece = Piece(int(piece["partition"]), int(piece["end"]), _ends(piece["since"]), str(piece["mark"]))
             uuid.UUID(hex=found["id"])
             positions, marks = tuple(map(int, found.pop("positions"))), tuple(map(str, found.pop("marks")))
-            return cls(**found, positions=positions, marks=marks, piece=piece)
+            stored = _ends(found.pop("stored"))
+            return cls(**found, positions=positions, marks=marks, piece=piece, stored=stored)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RegistryCorrupt(key, f"it is no record of a copy: {error!r}") from error
+
+
+def _ends(found: dict[str, object]) -> dict[int, int]:
+    """Offsets by partition, from JSON, whose names are text."""
+    return {int(number): int(str(end)) for number, end in found.items()}
