@@ -9,9 +9,10 @@ The schedule, and what would be wrong in another order:
 4. Copy the staged files that the copied manifests of Spark's queries name. After the log, a driver might have appended
    and removed them, and the rows would be neither staged nor in the copied log. If a file is gone already, its batch
    was published since, so all rows of it lie before the ends that step 5 reads: the copy says that it is published.
-5. Read the published ends again, and copy the log up to them, or up to the first frame of a batch that the copied
-   manifests do not know (`partitions.py`). After step 3, because a checkpoint is never beyond the published end: no
-   checkpoint in the copy is beyond the copied end of its partition. Before it, groups would skip messages.
+5. Read the published ends again, and copy the log up to them, or up to the first frame of a batch of Spark, or of a
+   piece of `pxrs topic copy`, that the copied keys do not know (`partitions.py`). After step 3, because a checkpoint is
+   never beyond the published end: no checkpoint in the copy is beyond the copied end of its partition. Before it,
+   groups would skip messages.
 6. If retention has removed messages that a group of a topic with `keep_unread` has not read according to the copied
    keys, begin again at 2: the group has read on since, and its checkpoint is newer then.
 7. Write the manifest, when everything that it names is on the medium. Remove what it does not name.
@@ -42,6 +43,7 @@ from pxrs.backup.keys import (
     dump_keys,
     keys_at_one_moment,
     manifests_in,
+    pieces_of,
 )
 from pxrs.backup.manifest import BackupManifest, CopiedFile, CopiedTopic
 from pxrs.backup.partitions import PartitionCopy
@@ -219,7 +221,7 @@ class _Making:
         batches: dict[bytes, int] | None = None
         for topic, published in self._look():
             if batches is None:
-                batches = batches_of(manifests, {each for each, _ in self._partitions})
+                batches = batches_of(manifests, {each for each, _ in self._partitions}) | pieces_of(keys)
             with self._unless_deleted(topic.id):
                 copied, partitions = [self._copy_description(topic)], []
                 for number, now in published.items():

@@ -8,7 +8,8 @@ The end. The registry is copied before the ends of the partitions are read, so t
 the end of its partition. What was appended since is copied too, up to the first frame of a Spark batch whose manifest
 the copied keys do not have. Such a frame was appended after the registry was copied, because its manifest was committed
 before it; and the restored query would publish the batch again, perhaps with its rows in another order, while the log
-would take some of its pieces for duplicates (K1).
+would take some of its pieces for duplicates (K1). The same is true of a piece of `pxrs topic copy` whose number the
+copied record of that copy has not reached, and of every piece of a copy of which the copied keys have no record.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from pxrs.log.directory.start import read_start
 from pxrs.model import Topic
 
 _PUBLISHER_UUID_VERSION: Final = 5
-"""Producers of queries have ids that are computed from names (`producer_of`); those of other producers are random."""
+"""Producers of queries have ids that are computed from names (`producer_of`), and those of copies the same form
+(`copying.records.new_id`); those of other producers are random."""
 
 
 class End(NamedTuple):
@@ -118,7 +120,8 @@ class PartitionCopy:
         """Where the copy ends if `now` is what is published.
 
         before:  what was published before the registry was copied; None if the topic was not there yet.
-        batches: the last batch of each query that the copied keys know, by its producer's id.
+        batches: the last batch of each query, and the last piece of each copy, that the copied keys know, by the id of
+                 its producer.
         floor:   the greatest checkpoint of the partition in the copied keys."""
         end = End(now.segment, now.segment_bytes, now.end, now.end if now.whole_end is None else now.whole_end)
         if now.whole_end is not None:
@@ -168,7 +171,7 @@ class PartitionCopy:
 
 
 def _is_foreign(header: Header, batches: Mapping[bytes, int]) -> bool:
-    """Whether the frame belongs to a batch of a query that the copied keys do not know."""
+    """Whether the frame belongs to a batch of a query, or a piece of a copy, that the copied keys do not know."""
     if header.producer[6] >> 4 != _PUBLISHER_UUID_VERSION:
         return False
     return header.epoch > batches.get(header.producer, -1)
