@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pxrs.cli.worker_process import STOPS, Settings
+from pxrs.cli.worker_settings import STOPS, Settings
 from pxrs.metrics import instruments, table
 from pxrs.metrics.health import SILENT_S, Verdict
 from pxrs.metrics.reports import Report, Reports
