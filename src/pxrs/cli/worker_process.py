@@ -125,10 +125,12 @@ class Process:
         """The state that /readyz of the supervisor shows."""
         if self._is_stopping:
             return {"state": "stopping"}
-        consumer = self._consumer
-        if consumer is None:
-            return {"state": "starting" if self._listener is None else "ready"}
-        return {"state": "away" if consumer.is_away else "ready"}
+        consumer, listener = self._consumer, self._listener
+        if consumer is not None:
+            return {"state": "away" if consumer.is_away else "ready" if consumer.is_joined else "disconnected"}
+        if listener is not None:
+            return {"state": "ready" if listener.queue.store.has_lease else "disconnected"}
+        return {"state": "starting"}
 
     def _consume(self, hub: pxrs.Hub, handler: Any) -> None:
         settings = self._settings

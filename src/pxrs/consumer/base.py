@@ -349,6 +349,11 @@ class BaseConsumer(ABC, Generic[P]):
         when the handler returns."""
         return self._member.is_away
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether the member is in its group: not before it has joined, and not once its lease has ended."""
+        return self._member.session.is_joined
+
     # Which messages come next.
 
     def pause(self, *partitions: P) -> None:
