@@ -127,7 +127,7 @@ class Process:
             return {"state": "stopping"}
         consumer, listener = self._consumer, self._listener
         if consumer is not None:
-            return {"state": "away" if consumer.is_away else "ready" if consumer.is_joined else "disconnected"}
+            return {"state": "away" if consumer.is_away else "ready" if consumer.problem is None else "disconnected"}
         if listener is not None:
             return {"state": "ready" if listener.queue.store.has_lease else "disconnected"}
         return {"state": "starting"}

@@ -350,9 +350,9 @@ class BaseConsumer(ABC, Generic[P]):
         return self._member.is_away
 
     @property
-    def is_joined(self) -> bool:
-        """Whether the member is in its group: not before it has joined, and not once its lease has ended."""
-        return self._member.session.is_joined
+    def problem(self) -> str | None:
+        """What holds up the member, which goes on trying: an outage of the registry, a full disk. None if nothing."""
+        return self._member.session.problem
 
     # Which messages come next.
 

@@ -153,6 +153,23 @@ def unreachable(*arguments: object, **named: object) -> Any:
     raise RegistryUnavailable("no answer")
 
 
+def test_v4_a_member_whose_checkpoints_cannot_be_written_says_so(
+    hub: pxrs.Hub, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a full disk: the lease goes on, and the registry can be read."""
+    with hub.producer("t") as out:
+        out.send(b"x")
+    with hub.consumer("t", "g", lease_ttl=3600, commit_interval=1) as inbox:
+        assert inbox.poll(timeout=30)
+        assert inbox.problem is None
+        with monkeypatch.context() as patch:
+            patch.setattr(type(hub.registry), "_commit", unreachable)
+            assert inbox.poll(timeout=0) == []  # acknowledges it
+            clock.advance(2)
+            eventually(lambda: inbox.problem == "no answer")
+        eventually(lambda: inbox.problem is None)
+
+
 def test_v4_a_worker_whose_lease_has_ended_is_not_ready_until_it_is_back(
     hub: pxrs.Hub, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
