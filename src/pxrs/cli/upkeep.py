@@ -120,8 +120,9 @@ def _follow(hub: Hub, as_json: bool, stop: threading.Event, beat: Beat, ready: R
 
 
 def _readiness(found: UpkeepStatus) -> Verdict:
-    """Ready if this process does the upkeep, as far as it may, or another one that is alive."""
+    """Ready if this process does the upkeep, as far as it may, or another one that is alive; not during an outage."""
     is_done = found.role in ("elected", "sole", "apart") or (found.role == "candidate" and bool(found.janitor))
+    is_done = is_done and not found.is_held_up
     reason = "" if is_done else f"its role is {found.role}{f': {found.reason}' if found.reason else ''}"
     return Verdict(is_done, reason, {"role": found.role, "janitor": found.janitor or None})
 
