@@ -92,9 +92,8 @@ class Hub(OpenHub):
         keep_unread: retention takes nothing that a group of the hub's registry has yet to read. A group that nobody
                     needs must be deleted. With a retention, such a topic needs the registry to be reachable now if no
                     registry is on record for the hub: this one is recorded.
-        ensemble, write_quorum, ack_quorum: in a cluster (docs/cluster.md), over how many storage nodes the messages are
-                    spread, how many keep a copy of each, and how many copies must be durable before a message is
-                    acknowledged; by default 3, 3 and 2. Fixed for good.
+        ensemble, write_quorum, ack_quorum: in a cluster, over how many nodes messages are spread, how many copies each
+                    has, and how many are durable before it is acknowledged: 3, 3, 2. Fixed (docs/cluster.md).
         exist_ok:   if a topic of this name is there, return it, provided that each of its settings is the one given
                     here, or the default where none is given; otherwise TopicDiffers is raised, which names the
                     settings that differ. Several processes may call this at once: one of them creates the topic.
