@@ -209,6 +209,19 @@ def test_a_full_disk_leaves_the_damaged_reservation_in_its_place(
     assert damaged in all_bytes(tmp_path)
 
 
+def test_the_repair_of_a_segment_keeps_the_damaged_published_end_too(tmp_path: Path) -> None:
+    """As if the disk had been full at the step for `published`, which comes first."""
+    topic = a_topic(tmp_path)
+    flip(of_last(topic), positions(of_last(topic))[0] + 300)
+    flip(file(topic, "published"), slots(topic)[1] + 20)
+    damaged = file(topic, "published").read_bytes()
+    _, step = plan(tmp_path, findings(tmp_path))
+    assert str(of_last(topic).resolve()) == step.finding.file
+    step.perform()
+    assert damaged in all_bytes(tmp_path)
+    assert findings(tmp_path) == []
+
+
 def test_one_run_reports_all_files_beside_a_misplaced_published_end(tmp_path: Path) -> None:
     topic = a_topic(tmp_path, durability="os")
     misplace_published(topic, tmp_path)

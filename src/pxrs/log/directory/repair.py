@@ -240,13 +240,11 @@ class _PartitionRepair:
         with self._locked():
             if self._look().published is not None:
                 return _changed(file)
-            done = f"a copy of it is {keep(file, is_copied=True)}"
             base = self._last_base()
             if (mended := self._mended(base)) is not None:
-                self._seal(base, mended.end)
-                done += f"; {self._write_segment(mended, base)}"
+                done = self._seal(base, mended.end) + self._write_segment(mended, base)
             else:
-                self._publish(NOTHING)
+                done = self._publish(NOTHING) + "the end was found in the last segment"
         if mended is None:  # let a process that opens the partition find the end
             log = DirectoryLog(self._root)
             try:
@@ -260,8 +258,8 @@ class _PartitionRepair:
             if self._look().published != published:
                 return _changed(f"{self.folder}/{PUBLISHED}")
             content = gaps(published.end, start, self.id, clock.wall_time_us())
-            self._seal(published.segment, start)
-            return self._write_segment(Mended(published.end, content, start, []), published.segment)
+            mended = Mended(published.end, content, start, [])
+            return self._seal(published.segment, start) + self._write_segment(mended, published.segment)
 
     # Segments.
 
@@ -307,9 +305,8 @@ class _PartitionRepair:
             mended = self._mended(base)
             if mended is None:
                 return f"{file} is sound by now, or retention has removed it"
-            if is_last:
-                self._seal(base, mended.end)
-            return self._write_segment(mended, base)
+            done = self._seal(base, mended.end) if is_last else ""
+            return done + self._write_segment(mended, base)
 
     def _write_segment(self, mended: Mended, base: int) -> str:
         """Write the segment that takes the place of damage in the one at `base`; that one is not changed, or is kept
@@ -324,23 +321,27 @@ class _PartitionRepair:
         disk.sync_folder(self.folder)
         return f"{new} was written{kept}; {_told(mended.lost)}"
 
-    def _seal(self, base: int, end: int) -> None:
+    def _seal(self, base: int, end: int) -> str:
         """Go on in a new segment at the offset `end`, as a roll does, before the last one, which begins at `base`, is
         repaired. So a repair that is killed leaves a sealed segment that is damaged, which the next repair finds, and
-        no process goes on in a segment of which a part was replaced."""
+        no process goes on in a segment of which a part was replaced. Returns what `_publish` does."""
         if os.path.exists(old := segment_path(self.folder, base)):
             with open(old, "rb") as file:  # a segment is synced before the next one is made (L3)
                 disk.sync_data(file.fileno())
         if end > base:
             next_segment(self.folder, end).close()
-        self._publish(Published(0, end, 0, end))
+        return self._publish(Published(0, end, 0, end))
 
-    def _publish(self, published: Published) -> None:
-        file = PublishedFile(f"{self.folder}/{PUBLISHED}", self.id)
+    def _publish(self, published: Published) -> str:
+        """Write `published`. Returns where the former content is kept, if it was damaged."""
+        path = f"{self.folder}/{PUBLISHED}"
+        kept = f"a copy of {path} is {keep(path, is_copied=True)}; " if self._look().is_damaged else ""
+        file = PublishedFile(path, self.id)
         try:
             file.start_anew(published)
         finally:
             file.close()
+        return kept
 
     def _make_room(self, new: str, new_base: int, base: int) -> str:
         """Keep what has the name of the new segment. Raises DamagedFrame if that is another segment than the damaged
