@@ -7,10 +7,12 @@ own, and no stored value refers to one.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from pxrs.copying.records import CopyRecord, is_copy_key
 from pxrs.errors import BackupDamaged, RegistryCorrupt, RegistryUnavailable
 from pxrs.group.records import Checkpoint, partition_of
 from pxrs.log.numbering import TopicPartition
@@ -109,6 +111,17 @@ def manifests_in(keys: Mapping[str, bytes]) -> dict[str, Manifest]:
                 found[key] = Manifest.load(Entry(key, value, 0))
             except RegistryCorrupt:
                 continue
+    return found
+
+
+def copies_in(keys: Mapping[str, bytes]) -> dict[bytes, int]:
+    """The last piece of each copy of a topic that is part of the backup, by the id of the copy's producer."""
+    found: dict[bytes, int] = {}
+    for key, value in keys.items():
+        if is_copy_key(key):
+            with contextlib.suppress(RegistryCorrupt):  # the copy itself reports it
+                record = CopyRecord.load(key, value)
+                found[record.producer.bytes] = record.number
     return found
 
 

@@ -17,6 +17,7 @@ from pxrs.backup.making import MadeBackup, Progress, Tell, make_backup
 from pxrs.backup.manifest import BackupManifest
 from pxrs.backup.restoring import Restored, refuse_used, verify
 from pxrs.backup.restoring import restore as restore_backup
+from pxrs.backup.target import refuse_overlap
 from pxrs.cli.options import At, Json, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.errors import InvalidUrl
@@ -80,6 +81,7 @@ def restore(
             _print_verified(manifest, source, as_json)
             return
         directory = parse(at).directory()
+        refuse_overlap(directory, Path(source))
         refuse_used(directory)
         restored = _restore(Path(source), directory, registry, tell)
     with open_hub(at, registry, needs_log=True) as hub:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +10,7 @@ from typing import Final
 import pyarrow as pa
 
 from pxrs.copying.pieces import Cut, next_cut, rows_between, split
-from pxrs.copying.records import CopyRecord, Piece, copy_key
+from pxrs.copying.records import CopyRecord, Piece, copy_key, new_id
 from pxrs.errors import (
     AppendFailed,
     Conflict,
@@ -82,7 +81,7 @@ class Copier:
             found = starts()
             positions = tuple(found[number] for number in range(self._source.partitions))
             source = {"topic": self._source.name}
-            return CopyRecord(uuid.uuid4().hex, begins or "", positions, source=source)
+            return CopyRecord(new_id(), begins or "", positions, source=source)
         self._version = entry.version
         record = CopyRecord.load(entry.key, entry.value)
         if begins is not None and begins != record.begins:

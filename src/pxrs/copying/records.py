@@ -20,6 +20,17 @@ def copy_key(target: str, source: str) -> str:
     return f"{copies_prefix(target)}{source}"
 
 
+def is_copy_key(key: str) -> bool:
+    parts = key.split("/")
+    return len(parts) == 4 and parts[0] == "topics" and parts[2] == "copies"
+
+
+def new_id() -> str:
+    """The id of a new copy. It is random, and a UUID of version 5, by which a backup finds the rows of copies whose
+    record it does not have (`backup.partitions`): ids of ordinary producers are of version 4."""
+    return uuid.uuid5(uuid.uuid4(), "topic copy").hex
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A range of one partition of the source that is being copied, or was copied last."""
