@@ -7,7 +7,6 @@ own, and no stored value refers to one.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -114,17 +113,6 @@ def manifests_in(keys: Mapping[str, bytes]) -> dict[str, Manifest]:
     return found
 
 
-def copies_in(keys: Mapping[str, bytes]) -> dict[bytes, int]:
-    """The last piece of each copy of a topic that is part of the backup, by the id of the copy's producer."""
-    found: dict[bytes, int] = {}
-    for key, value in keys.items():
-        if is_copy_key(key):
-            with contextlib.suppress(RegistryCorrupt):  # the copy itself reports it
-                record = CopyRecord.load(key, value)
-                found[record.producer.bytes] = record.number
-    return found
-
-
 def batches_of(manifests: Mapping[str, Manifest], topics: Iterable[str]) -> dict[bytes, int]:
     """The last batch of each query that is part of the backup, by the id of the producer that appends the query's rows
     to a topic. topics: the ids of the hub's topics, to each of which a query whose rows name their topics may write."""
@@ -133,4 +121,17 @@ def batches_of(manifests: Mapping[str, Manifest], topics: Iterable[str]) -> dict
     for key, manifest in manifests.items():
         written = every if key.startswith(ROUTED) else [part.topic for part in parts_of(key, manifest)]
         found |= {producer_of(writer_of(key), topic).bytes: manifest.batch for topic in written}
+    return found
+
+
+def pieces_of(keys: Mapping[str, bytes]) -> dict[bytes, int]:
+    """The number of the last piece of each copy of a topic into a topic of this hub, by the id of its producer."""
+    found: dict[bytes, int] = {}
+    for key, value in keys.items():
+        if is_copy_key(key):
+            try:
+                record = CopyRecord.load(key, value)
+            except RegistryCorrupt:
+                continue  # the copy itself reports it
+            found[record.producer.bytes] = record.number
     return found

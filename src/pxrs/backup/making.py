@@ -41,10 +41,10 @@ from pxrs.backup.keys import (
     Keys,
     batches_of,
     checkpoint_bounds,
-    copies_in,
     dump_keys,
     keys_at_one_moment,
     manifests_in,
+    pieces_of,
 )
 from pxrs.backup.manifest import BackupManifest, CopiedFile, CopiedTopic
 from pxrs.backup.partitions import PartitionCopy
@@ -225,7 +225,7 @@ class _Making:
         batches: dict[bytes, int] | None = None
         for topic, published in self._look():
             if batches is None:
-                batches = batches_of(manifests, {each for each, _ in self._partitions}) | copies_in(keys)
+                batches = batches_of(manifests, {each for each, _ in self._partitions}) | pieces_of(keys)
             with self._unless_deleted(topic.id):
                 copied, partitions = [self._copy_description(topic)], []
                 for number, now in published.items():

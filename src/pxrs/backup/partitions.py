@@ -8,8 +8,8 @@ The end. The registry is copied before the ends of the partitions are read, so t
 the end of its partition. What was appended since is copied too, up to the first frame of a Spark batch whose manifest
 the copied keys do not have. Such a frame was appended after the registry was copied, because its manifest was committed
 before it; and the restored query would publish the batch again, perhaps with its rows in another order, while the log
-would take some of its pieces for duplicates (K1). The same holds for a piece of `topic copy` that the copied record of
-the copy does not have: the restored copy would give its number to another range of messages.
+would take some of its pieces for duplicates (K1). The same is true of a piece of `pxrs topic copy` whose number the
+copied record of that copy has not reached, and of every piece of a copy of which the copied keys have no record.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pxrs.log.directory.segments.frames import headers_of
 from pxrs.log.directory.start import read_start
 from pxrs.model import Topic
 
-RECORDED_UUID_VERSION: Final = 5
-"""That of the ids of producers whose progress is in the registry: queries (`producer_of`) and copies of topics
-(`copying.records.new_id`). Those of all other producers are random, of version 4."""
+_PUBLISHER_UUID_VERSION: Final = 5
+"""Producers of queries have ids that are computed from names (`producer_of`), and those of copies the same form
+(`copying.records.new_id`); those of other producers are random."""
 
 
 class End(NamedTuple):
@@ -122,7 +122,8 @@ class PartitionCopy:
         """Where the copy ends if `now` is what is published.
 
         before:  what was published before the registry was copied; None if the topic was not there yet.
-        batches: the last batch of each query, and piece of each copy, that the copied keys know, by its producer's id.
+        batches: the last batch of each query, and the last piece of each copy, that the copied keys know, by the id of
+                 its producer.
         floor:   the greatest checkpoint of the partition in the copied keys."""
         end = End(now.segment, now.segment_bytes, now.end, now.end if now.whole_end is None else now.whole_end)
         if now.whole_end is not None:
@@ -189,4 +190,4 @@ def _is_foreign(header: Header, batches: Mapping[bytes, int]) -> bool:
     """Whether the frame belongs to a batch of a query, or a piece of a copy, that the copied keys do not know."""
     if (last := batches.get(header.producer)) is not None:
         return header.epoch > last
-    return header.producer[6] >> 4 == RECORDED_UUID_VERSION
+    return header.producer[6] >> 4 == _PUBLISHER_UUID_VERSION

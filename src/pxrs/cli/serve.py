@@ -18,12 +18,13 @@ from pxrs.cli.options import RegistryUrl, is_server, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.cli.web import beside_server
 from pxrs.errors import InvalidArgument, MissingDependency
-from pxrs.hub import Hub
 from pxrs.metrics.health import Beat, Readiness, Verdict
 from pxrs.server.settings import ServerLimits
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from pxrs.hub import Hub
 
     L = TypeVar("L", bound=DataclassInstance)
 
@@ -126,7 +127,7 @@ def serve(
     }
     limits = with_limits(_DEFAULTS, named, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
-    settings = ServerSettings(listen, limits, auth, _credentials(tls_cert, tls_key, tls_client_ca))
+    settings = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
     with (
         open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub,
         beside_server(hub, web, auth, insecure=insecure),
@@ -154,7 +155,9 @@ def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> 
     return replace(limits, **named, **found)
 
 
-def _credentials(cert: Path | None, key: Path | None, client_ca: Path | None) -> object:
+def tls_credentials(cert: Path | None, key: Path | None, client_ca: Path | None) -> object:
+    """What gRPC needs for TLS, by the files that the options name; None if they name none. Raises InvalidArgument,
+    OSError."""
     import grpc
 
     if cert is None and key is None and client_ca is None:
@@ -163,7 +166,7 @@ def _credentials(cert: Path | None, key: Path | None, client_ca: Path | None) ->
         raise InvalidArgument("TLS needs both --tls-cert and --tls-key")
     pair = (key.read_bytes(), cert.read_bytes())
     root = None if client_ca is None else client_ca.read_bytes()
-    return grpc.ssl_server_credentials([pair], root, require_client_auth=client_ca is not None)
+    return grpc.ssl_servertls_credentials([pair], root, require_client_auth=client_ca is not None)
 
 
 async def _run(hub: Hub, settings: object, *, is_tls: bool, metrics_listen: str | None) -> None:
@@ -176,7 +179,7 @@ async def _run(hub: Hub, settings: object, *, is_tls: bool, metrics_listen: str 
         loop.add_signal_handler(number, stop.set)
     server = Server(hub, settings)
     beat, ready = Beat("the event loop"), Readiness("the server is starting")
-    beating = loop.create_task(_beat(beat))
+    beating = loop.create_task(keep_beating(beat))
     try:
         with monitored(metrics_listen, live=beat.verdict, ready=ready.verdict, tell=echo):
             await server.start()
@@ -193,7 +196,8 @@ async def _run(hub: Hub, settings: object, *, is_tls: bool, metrics_listen: str 
         beating.cancel()
 
 
-async def _beat(beat: Beat) -> None:
+async def keep_beating(beat: Beat) -> None:
+    """Show that the event loop runs, until this is cancelled."""
     while True:
         beat.beat()
         await asyncio.sleep(1.0)

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 
 from pxrs import arguments
 from pxrs.copying.copier import Copied, Copier
-from pxrs.copying.records import CopyRecord
 from pxrs.errors import CopyFailed, InvalidArgument
 from pxrs.log.contract import Bounds, TopicLog
 from pxrs.model import microseconds_of
@@ -29,24 +28,14 @@ def copy(
 ) -> Copied:
     """Copy a topic: see `Hub.copy_topic`. registry: that of the target's hub."""
     begins, until = _checked("start", start), _checked("end", end)
+    if (problem := source.ends_problem()) is not None:  # asked before the ends are read
+        raise CopyFailed(f"the copy might lack messages of {source.name}: {problem}")
     bounds = source.bounds(range(source.partitions))
     copier = Copier(source, target, registry, on_progress)
     text = None if begins is None else _text(begins)
     record = copier.begin(text, lambda: _at(source, 0 if begins is None else begins, bounds), may_add=may_add)
-    _check_source(source, target, record, bounds)
     ends = {number: each.end for number, each in bounds.items()} if until is None else _at(source, until, bounds)
     return copier.run(record, ends)
-
-
-def _check_source(source: TopicLog, target: TopicLog, record: CopyRecord, bounds: Mapping[int, Bounds]) -> None:
-    """Raise CopyFailed if more was copied than the source has: it was restored from a backup since. The offsets behind
-    its end are given to other messages, which this copy would pass over."""
-    for number, position in enumerate(record.positions):
-        if position > bounds[number].end:
-            raise CopyFailed(
-                f"{source.name}/{number} ends at offset {bounds[number].end}, and everything before {position} was "
-                f"copied into {target.name}: the source was restored from a backup. Copy it into another topic"
-            )
 
 
 def _checked(name: str, place: Place) -> Place:

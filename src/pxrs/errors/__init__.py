@@ -8,12 +8,26 @@ pickling, and the wire as a plain dictionary (`pxrs.errors.wire`), with its text
 cause. Of an error with a code that this version does not know, the receiver gets the nearest base that it knows.
 
 By subject: `general.py` (the base; arguments, closing, permissions), `registry.py`, `log.py`, `group.py`, `queue.py`,
-`spark.py`, `remote.py`, `backup.py`. Import them from here.
+`spark.py`, `remote.py`, `backup.py`, `cluster.py`. Import them from here.
 """
 
 from __future__ import annotations
 
 from pxrs.errors.backup import BackupDamaged, BackupError, BackupIncomplete, RestoreInterrupted, RestoreRefused
+from pxrs.errors.cluster import (
+    ClusterError,
+    EntryDiffers,
+    InvalidPlacement,
+    LedgerDamaged,
+    LedgerFenced,
+    LedgerRemoved,
+    NodeFormatUnsupported,
+    NodeFull,
+    NodeUnreachable,
+    NotEnoughNodes,
+    PartitionUnavailable,
+    WrongNode,
+)
 from pxrs.errors.general import (
     CannotListen,
     Closed,
@@ -64,6 +78,7 @@ from pxrs.errors.log import (
     NoDirectory,
     OffsetOutOfRange,
     OffsetTrimmed,
+    PartitionMoved,
     PartlySent,
     ReadFailed,
     SequenceGap,
@@ -140,6 +155,7 @@ __all__ = [
     "CheckpointOutOfRange",
     "CheckpointsDiffer",
     "Closed",
+    "ClusterError",
     "CommitTooLarge",
     "CommitUnknown",
     "Conflict",
@@ -148,6 +164,7 @@ __all__ = [
     "DamagedFrame",
     "DataLost",
     "DrainLimitReached",
+    "EntryDiffers",
     "GroupActive",
     "GroupElsewhere",
     "GroupError",
@@ -162,11 +179,15 @@ __all__ = [
     "InvalidKey",
     "InvalidOption",
     "InvalidPipeline",
+    "InvalidPlacement",
     "InvalidQueue",
     "InvalidRecord",
     "InvalidTopic",
     "InvalidUrl",
     "LeaseExpired",
+    "LedgerDamaged",
+    "LedgerFenced",
+    "LedgerRemoved",
     "LogBusy",
     "LogError",
     "LogNotWritable",
@@ -174,13 +195,19 @@ __all__ = [
     "MissingDependency",
     "NoDirectory",
     "NoWritePermission",
+    "NodeFormatUnsupported",
+    "NodeFull",
+    "NodeUnreachable",
+    "NotEnoughNodes",
     "NotPermitted",
     "OffsetOutOfRange",
     "OffsetTrimmed",
     "OutcomeLost",
     "OutcomeUnknown",
     "PartitionLost",
+    "PartitionMoved",
     "PartitionNotAssigned",
+    "PartitionUnavailable",
     "PartitionsPaused",
     "PartlySent",
     "PipelineFailed",
@@ -224,6 +251,7 @@ __all__ = [
     "ValueTooLarge",
     "WireMismatch",
     "WrongMachine",
+    "WrongNode",
     "WrongRegistry",
     "WrongSource",
     "name_partitions",

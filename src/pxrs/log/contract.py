@@ -320,6 +320,16 @@ class TopicLog(Source):
     clock: Clock = SYSTEM
     """Whose `wall_time_us` appends are stamped with, and the age of what is stored is counted by."""
 
+    @property
+    def local(self) -> TopicLog:
+        """What this process serves of the topic by itself. In a cluster: the partitions that this broker owns; for the
+        others every call raises PartitionMoved. Otherwise the whole topic."""
+        return self
+
+    def owners(self) -> dict[int, str]:
+        """In a cluster: the address of the broker that owns each partition, as far as it has one. Otherwise empty."""
+        return {}
+
     def refresh(self) -> None:
         """Have `topic` be the settings as they are now, if another process can have changed them."""
 
@@ -384,6 +394,9 @@ class Log(ABC):
     """Which clock the times of stored messages, and the schedule of upkeep, are read from."""
     is_kept_by_server: bool = False
     """Whether a server stands before this log and does its upkeep, so that no client may (W4)."""
+    keeps_copies: bool = False
+    """Whether copies of the messages are kept on several storage nodes, as a topic's `ensemble`, `write_quorum` and
+    `ack_quorum` say."""
     own_registry: str | os.PathLike[str] | None = None
     """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
     given."""

@@ -190,6 +190,27 @@ SERVER_REFUSED: Final = _metric(
     "reason",
     "Calls that were refused, by the class of the error: no token, no permission, a limit, a server that stops.",
 )
+STORAGE_ENTRIES: Final = _metric(
+    "pxrs.storage.entries", "counter", "{entry}", "", "Entries that the storage node has synced."
+)
+STORAGE_WRITTEN: Final = _metric(
+    "pxrs.storage.written", "counter", "By", "", "Bytes that the storage node has synced, with headers and compaction."
+)
+STORAGE_SYNC: Final = _metric(
+    "pxrs.storage.sync", "histogram", "s", "", "How long it took to write and sync one batch of the journal."
+)
+STORAGE_FAILURES: Final = _metric(
+    "pxrs.storage.failures", "counter", "{failure}", "", "Batches of the journal that could not be written or synced."
+)
+STORAGE_REMOVED: Final = _metric(
+    "pxrs.storage.removed", "counter", "{ledger}", "", "Ledgers that the storage node has removed as garbage."
+)
+STORAGE_BYTES: Final = _metric("pxrs.storage.stored", "gauge", "By", "", "Bytes of the entries on the storage node.")
+STORAGE_LEDGERS: Final = _metric("pxrs.storage.ledgers", "gauge", "{ledger}", "", "Ledgers on the storage node.")
+STORAGE_FREE: Final = _metric("pxrs.storage.free", "gauge", "By", "", "Free bytes on the disk of the storage node.")
+STORAGE_REFUSES: Final = _metric(
+    "pxrs.storage.refuses", "gauge", "{node}", "", "1 while the storage node takes no entries, such as on a full disk."
+)
 SPARK_BATCHES: Final = _metric(
     "pxrs.spark.batches", "counter", "{batch}", "query", "Micro-batches that Spark has finished."
 )

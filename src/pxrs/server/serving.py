@@ -83,7 +83,10 @@ class Server:
         self.service = Service(served, self.pools, settings.limits)
         self._health = Health()
         self._grpc = grpc.aio.server(
-            options=_options(settings.limits), maximum_concurrent_rpcs=settings.limits.streams_max + _EXTRA_CALLS
+            options=grpc_options(
+                settings.limits.connections_max, settings.limits.keepalive_s, settings.limits.keepalive_timeout_s
+            ),
+            maximum_concurrent_rpcs=settings.limits.streams_max + _EXTRA_CALLS,
         )
         self._grpc.add_generic_rpc_handlers((self.service, self._health))
         self._refreshing: asyncio.Task[None] | None = None
@@ -148,21 +151,22 @@ def _is_read(stream: Stream) -> bool:
     return isinstance(stream, ReadStream)
 
 
-def _options(limits: ServerLimits) -> list[tuple[str, int]]:
+def grpc_options(connections_max: int, keepalive_s: float, keepalive_timeout_s: float) -> list[tuple[str, int]]:
+    """The options of gRPC for a server; the arguments are as in `ServerLimits`."""
     return [
         ("grpc.max_send_message_length", wire.MESSAGE_BYTES_MAX),
         ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
         ("grpc.so_reuseport", 0),
-        ("grpc.max_allowed_incoming_connections", limits.connections_max),
+        ("grpc.max_allowed_incoming_connections", connections_max),
         ("grpc.max_connection_idle_ms", _IDLE_CONNECTION_S * 1000),
-        ("grpc.keepalive_time_ms", int(limits.keepalive_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_timeout_s * 1000)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients may ask that often
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # gRPC also pings to measure the connection. While such a ping is unanswered, it sends no other one: its time
         # limit is this one, by default a minute.
-        ("grpc.http2.ping_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(keepalive_timeout_s * 1000)),
     ]
 
 

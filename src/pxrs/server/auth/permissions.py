@@ -5,6 +5,7 @@
     group:*=member           every group
     queue:mail=put,read      two actions in one grant
     registry:tenants/eu/=write   keys of the registry that belong to no topic, group or queue
+    cluster=member           the storage nodes of a cluster: for the cluster's own brokers
     hub=admin                everything
 
 The actions of each kind, and which others each includes, are `ACTIONS`. docs/serve.md lists what each call needs.
@@ -43,6 +44,7 @@ ACTIONS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
         "read": frozenset({"read"}),
         "write": frozenset({"write", "read"}),
     },
+    "cluster": {"member": frozenset({"member"})},
     "hub": {
         "read": frozenset({"read"}),
         "admin": frozenset({"admin", "read"}),
@@ -51,6 +53,8 @@ ACTIONS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
 """By kind and action of a grant: the actions that it permits. `describe` of a queue is no action of a grant: all
 actions of queues include it."""
 
+_NAMELESS: Final = ("hub", "cluster")
+"""The kinds whose grants name nothing: there is one of each."""
 READING: Final = frozenset({"read", "describe"})
 """The actions that `hub=read` permits on everything."""
 _DERIVED: Final[Mapping[str, frozenset[str]]] = {
@@ -77,7 +81,8 @@ class Grant:
 
     kind: str
     pattern: str
-    """A name; or the beginning of names, then `*`. For `registry` a prefix that ends in a slash, for `hub` empty."""
+    """A name; or the beginning of names, then `*`. For `registry` a prefix that ends in a slash, for `hub` and
+    `cluster` empty."""
     action: str
 
     @property
@@ -97,14 +102,14 @@ def parse_grants(text: str) -> list[Grant]:
     subject, is_complete, actions = text.rpartition("=")
     kind, has_pattern, pattern = subject.partition(":")
     known = ACTIONS.get(kind)
-    if not is_complete or known is None or bool(has_pattern) == (kind == "hub"):
+    if not is_complete or known is None or bool(has_pattern) == (kind in _NAMELESS):
         raise InvalidArgument(
             f"{text!r} is no grant: write KIND:NAME=ACTION, such as topic:orders=read, group:billing=member, "
             "queue:mail*=take, registry:tenants/eu/=write; or hub=read, hub=admin"
         )
     if kind == "registry" and not _PREFIX.fullmatch(pattern):
         raise InvalidArgument(f"{text!r}: the prefix of keys must end in a slash, such as registry:tenants/eu/=read")
-    if kind not in ("registry", "hub") and not _NAME.fullmatch(pattern):
+    if kind not in ("registry", *_NAMELESS) and not _NAME.fullmatch(pattern):
         raise InvalidArgument(f"{text!r}: give a name, the beginning of names with * behind it, or * alone")
     chosen = actions.split(",")
     for action in chosen:

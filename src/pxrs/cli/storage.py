@@ -1,0 +1,154 @@
+"""`pxrs storage`: one storage node of a replicated cluster (docs/cluster.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from pxrs import registry as registries
+from pxrs.cli.exits import exit_codes
+from pxrs.cli.listening import check_listen
+from pxrs.cli.monitoring import MetricsListen, monitored
+from pxrs.cli.serve import keep_beating, tls_credentials, with_limits
+from pxrs.cli.terminal import echo
+from pxrs.errors import InvalidArgument, LogError, MissingDependency, NodeFull
+from pxrs.metrics.health import Beat, Verdict
+
+if TYPE_CHECKING:
+    from pxrs.cluster.storage.running import StorageServer, StorageSettings
+    from pxrs.registry.contract import Registry
+
+LISTEN_DEFAULT: Final = "127.0.0.1:7078"
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+@exit_codes()
+def storage(
+    registry: Annotated[
+        str,
+        typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry of the cluster."),
+    ],
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="DIRECTORY", help="Where the node keeps its entries; of this node alone.")
+    ],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
+    ] = LISTEN_DEFAULT,
+    advertise: Annotated[
+        str | None,
+        typer.Option("--advertise", metavar="HOST:PORT", help="The address for brokers, if --listen is not."),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Listen on other addresses than loopback although everybody may use it."),
+    ] = False,
+    auth: Annotated[
+        str | None,
+        typer.Option(
+            "--auth",
+            envvar="PXRS_AUTH",
+            metavar="FILE",
+            help="Refuse brokers without a token of this file that has the grant cluster=member.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option("--tls-cert", metavar="FILE", help="The node's certificate, in PEM; with --tls-key."),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, in PEM.")
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option("--tls-client-ca", metavar="FILE", help="Refuse brokers without a certificate of this authority."),
+    ] = None,
+    metrics_listen: MetricsListen = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option("--limit", metavar="NAME=VALUE", help="A limit, see docs/cluster.md. May be given several times."),
+    ] = None,
+) -> None:
+    """Run a storage node until Ctrl-C or SIGTERM. It keeps copies of the entries that brokers send to it.
+
+    The directory is the node's identity. A node on an empty or an older directory is a new node; what was in the
+    directory is moved aside and never deleted.
+    """
+    # Over the limit: each option of the command is a parameter with its help text.
+    try:
+        from pxrs.cluster.storage.running import StorageSettings
+        from pxrs.cluster.storage.settings import StorageLimits
+        from pxrs.server.descriptors import connections_within
+    except ImportError as error:
+        raise MissingDependency(
+            f"pxrs storage needs {error.name}: pip install 'pxrs[remote]'", name=error.name
+        ) from error
+    check_listen(listen, is_open=auth is None and not insecure)
+    if registry.startswith("memory:"):
+        raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")
+    limits = with_limits(StorageLimits(), {}, limit or ())
+    limits = replace(limits, connections_max=connections_within(limits.connections_max))
+    credentials = tls_credentials(tls_cert, tls_key, tls_client_ca)
+    settings = StorageSettings(directory, listen, advertise, limits, auth, credentials)
+    with registries.open(registry) as opened:
+        asyncio.run(_run(opened, settings, metrics_listen))
+
+
+async def _run(registry: Registry, settings: StorageSettings, metrics_listen: str | None) -> None:
+    from pxrs import disk
+    from pxrs.cluster.storage.running import StorageServer
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    server = StorageServer(registry, settings)
+    beat = Beat("the event loop")
+    beating = loop.create_task(keep_beating(beat))
+    state = _State(server)
+    try:
+        with monitored(metrics_listen, live=beat.verdict, ready=state.verdict, tell=echo):
+            try:
+                await server.start()
+            except OSError as error:
+                why = f"the storage node cannot start: {disk.explain(error, settings.directory)}"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise NodeFull(str(settings.directory), why) from error
+                raise LogError(why) from error
+            echo(f"storage node {server.node.id} in {settings.directory} at {server.address}")
+            state.reason = None
+            stopping = loop.create_task(stop.wait())
+            await asyncio.wait((stopping, server.replaced), return_when=asyncio.FIRST_COMPLETED)
+            state.reason = "the node is stopping"
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)  # a second signal ends the process at once
+            stopping.cancel()
+            echo("stopping: no new calls; what was accepted is synced")
+            await server.stop()
+            if server.replaced.done():
+                raise server.replaced.result()
+    finally:
+        beating.cancel()
+
+
+class _State:
+    """Whether the node is ready. Read by the thread of the health endpoint."""
+
+    def __init__(self, server: StorageServer) -> None:
+        self._server = server
+        self.reason: str | None = "the node is starting"
+        """Why the node does not serve; None if it does."""
+
+    def verdict(self) -> Verdict:
+        if self.reason is not None:
+            return Verdict(False, self.reason)
+        load = self._server.node.load
+        fields = {"node": self._server.node.id, "ledgers": load.ledgers, "bytes": load.bytes}
+        if load.refuses is not None:
+            return Verdict(False, f"the node takes no entries: {load.refuses}", fields)
+        return Verdict(True, "", fields)

@@ -1,0 +1,121 @@
+"""What storage nodes answer, as values, and how a process reaches them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import grpc
+import xxhash
+
+from pxrs.cluster.ledgers import EntryHead
+from pxrs.errors import InvalidUrl, PxrsError
+from pxrs.remote import flight, wire
+from pxrs.remote.client.settings import Certificates
+
+TIMEOUT_S: Final = 5.0
+UNANSWERED_BYTES_MAX: Final = 256 << 20
+
+
+class Fenced(NamedTuple):
+    """A node's answer to a fence."""
+
+    lac: int
+    """The highest entry that the node knows to be confirmed; -1 if none."""
+    last: int
+    """The highest entry that the node has; -1 if none."""
+
+
+class EntryRead(NamedTuple):
+    """A node's answer for one entry."""
+
+    entry: int
+    head: EntryHead | None
+    """None: the node has no such entry."""
+    body: memoryview = memoryview(b"")
+    error: PxrsError | None = None
+    """The node has the entry and cannot read it: treat it as one that cannot be reached, never as missing."""
+
+    @property
+    def is_missing(self) -> bool:
+        return self.head is None and self.error is None
+
+
+class IndexPage(NamedTuple):
+    """Some entries of a ledger that a node has."""
+
+    entries: list[tuple[int, EntryHead]]
+    """Their `checksum` is 0: the index does not have it."""
+    lac: int
+    fenced: int | None
+    """The highest number of a recovery that has fenced the ledger there."""
+    has_more: bool
+
+
+class Hello(NamedTuple):
+    """Who answers at an address."""
+
+    node: str
+    cluster: str
+    starts: int
+    format: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """How a broker reaches storage nodes."""
+
+    timeout_s: float = TIMEOUT_S
+    """How long a node may take to answer."""
+    unanswered_bytes_max: int = UNANSWERED_BYTES_MAX
+    token_file: Path | None = None
+    """A file with the token that nodes with `--auth` want to see. It is read for each connection."""
+    certificates: Certificates | None = field(default=None, repr=False)
+    """None: no TLS."""
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Raises InvalidUrl, which does not show the token."""
+        if self.token_file is None:
+            return ()
+        try:
+            token = self.token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidUrl(f"the token file {self.token_file} cannot be read: {error}") from error
+        if not (token and token.isascii() and token.isprintable()):
+            raise InvalidUrl(f"the token file {self.token_file} holds no token: give one line")
+        return ((wire.TOKEN_METADATA, f"Bearer {token}"),)
+
+
+def read_entry(message: bytes, *, is_whole: bool) -> EntryRead:
+    """Raises ValueError if the bytes are not those that the node has read: the caller asks another node."""
+    found = flight.read_flight_data(message)
+    about = wire.loads(found.app_metadata)
+    entry = int(about["entry"])
+    if about.get("missing"):
+        return EntryRead(entry, None)
+    if "error" in about:
+        return EntryRead(entry, None, error=wire.error_of(about["error"]))
+    head, body = EntryHead(*about["head"]), memoryview(found.body)
+    if is_whole and xxhash.xxh3_64_intdigest(body) != head.checksum:
+        return EntryRead(entry, None, error=PxrsError(f"entry {entry} was damaged on its way"))
+    return EntryRead(entry, head, body)
+
+
+def open_channel(address: str, settings: LinkSettings) -> grpc.Channel:
+    options = (
+        ("grpc.enable_retries", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        # A node that comes back is found again soon.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_send_message_length", wire.MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
+        ("grpc.enable_http_proxy", 0),
+    )
+    if settings.certificates is None:
+        return grpc.insecure_channel(address, options=options)
+    found = settings.certificates
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(found.ca, found.key, found.cert), options=options)

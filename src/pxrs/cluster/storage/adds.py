@@ -1,0 +1,136 @@
+"""`DoPut` of a storage node: a stream of adds from one broker.
+
+Messages are received, checked and handed to the journal without waiting for earlier ones. An answer says how many of
+the stream's adds are done, with one number, and lists those that were refused. It is sent after each sync that has
+written something of this stream.
+
+The bytes of all adds that are received and not synced yet are bounded for all streams together (`Budget`): a stream
+waits until others are synced, and gRPC's flow control slows its broker down (W5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+import xxhash
+
+from pxrs.cluster import messages
+from pxrs.cluster.messages import Add
+from pxrs.cluster.storage.node import StorageNode, check_add
+from pxrs.errors import InvalidRecord, PxrsError
+from pxrs.server.budget import Budget
+from pxrs.server.served import Send, Stalled
+
+ANSWER_S: Final = 30.0
+"""How long an answer may wait to be taken by the broker."""
+
+
+class AddStream:
+    """Runs one stream, on the event loop."""
+
+    def __init__(self, node: StorageNode, budget: Budget) -> None:
+        self._node, self._budget = node, budget
+        self._loop = asyncio.get_running_loop()
+        self._count = 0
+        """How many adds were received."""
+        self._refused: deque[tuple[int, PxrsError]] = deque()
+        """Refusals that are not sent yet. Written by the journal's thread."""
+        self._done = 0
+        """The adds before this number are synced or refused. Written by the journal's thread, after `_refused`."""
+        self._sent = 0
+        """The value of `_done` that was sent last."""
+        self._held: deque[tuple[int, int]] = deque()
+        """Of each message whose adds are not all done: the number behind its last add, and the room that it takes."""
+        self._is_scheduled = False
+        """Whether the event loop will call `_flush`."""
+        self._is_news, self._is_sent = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._why: PxrsError | None = None
+
+    def end(self, why: PxrsError) -> None:
+        """End the stream with this error. Adds that are not answered may be stored."""
+        if self._why is None:
+            self._why = why
+            if self._task is not None:
+                self._task.cancel()
+
+    async def serve(self, received: AsyncIterator[bytes], send: Send) -> None:
+        """Store what comes until the broker ends the stream. Raises PxrsError, Stalled."""
+        self._task = asyncio.current_task()
+        answering = asyncio.ensure_future(self._answer(send))
+        receiving = asyncio.ensure_future(self._receive(received))
+        try:
+            await asyncio.wait((answering, receiving), return_when=asyncio.FIRST_COMPLETED)
+            for each in (answering, receiving):
+                if each.done():
+                    each.result()
+            async with asyncio.timeout(ANSWER_S):  # the broker sends no more; what it has sent is answered
+                while self._sent < self._count:
+                    self._is_sent.clear()
+                    await self._is_sent.wait()
+        except asyncio.CancelledError:
+            if self._why is None or self._task is None:
+                raise
+            self._task.uncancel()
+            raise self._why from None
+        except TimeoutError:
+            raise Stalled(f"an answer was not given, or not taken, within {ANSWER_S:g} s") from None
+        finally:
+            answering.cancel()
+            receiving.cancel()
+
+    async def _receive(self, received: AsyncIterator[bytes]) -> None:
+        async for message in received:
+            taken = await self._budget.take(len(message))
+            try:
+                adds = messages.read_adds(message)
+                _check(adds)
+                self._count += len(adds)
+                self._node.add(adds, self._count - len(adds), self._note)
+            except BaseException:
+                self._budget.give_back(taken)
+                raise
+            self._held.append((self._count, taken))
+            if self._count <= self._done:  # they were synced before the line above
+                self._flush()
+
+    def _note(self, number: int, error: PxrsError | None) -> None:
+        """Called on the journal's thread, for one add after the other."""
+        if error is not None:
+            self._refused.append((number, error))
+        self._done = number + 1
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        self._is_scheduled = False
+        while self._held and self._held[0][0] <= self._done:
+            self._budget.give_back(self._held.popleft()[1])
+        self._is_news.set()
+
+    async def _answer(self, send: Send) -> None:
+        while True:
+            await self._is_news.wait()
+            self._is_news.clear()
+            # Read `_done` first: the journal's thread writes it after `_refused`.
+            done, refused = self._done, []
+            while self._refused:
+                refused.append(self._refused.popleft())
+            if done == self._sent and not refused:
+                continue
+            async with asyncio.timeout(ANSWER_S):
+                await send(messages.answer(done, refused))
+            self._sent = done
+            self._is_sent.set()
+
+
+def _check(adds: Sequence[Add]) -> None:
+    """Raises InvalidArgument, InvalidRecord."""
+    for add in adds:
+        check_add(add)
+        if xxhash.xxh3_64_intdigest(add.body[0]) != add.head.checksum:
+            raise InvalidRecord(f"entry {add.entry} of ledger {add.ledger} was damaged on its way")

@@ -1,0 +1,202 @@
+"""Removes ledgers that are garbage, and the segments in which nothing counts any more.
+
+A ledger is garbage if the registry has no record of it, or one that does not name this node. The node lists its own
+ledgers first and asks for the records afterwards (C5): a record names a node before the node gets anything of the
+ledger, so a ledger that was listed has a record by then, if it ever had one. The other way round, a ledger that was
+created after the records were read would be removed. Nothing is removed if the registry belongs to another cluster, or
+to none, as after it was emptied.
+
+A segment without records that count is unlinked. One in which few bytes count is compacted: the records that count are
+appended to the journal again, and the segment is unlinked when they are synced.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from pxrs.cluster.ledgers import LedgerName, LedgerRecord
+from pxrs.cluster.naming import known_cluster_id
+from pxrs.cluster.records import ledgers_prefix, owner_key
+from pxrs.cluster.storage.format import Kind, Record
+from pxrs.cluster.storage.index import entries_of
+from pxrs.cluster.storage.node import StorageNode
+from pxrs.cluster.storage.settings import StorageLimits
+from pxrs.errors import DamagedFrame, PxrsError
+from pxrs.metrics.instruments import STORAGE_REMOVED
+from pxrs.registry.contract import Registry
+from pxrs.waiting import start_thread
+
+_logger = logging.getLogger(__name__)
+
+COPY_BYTES: Final = 4 << 20
+"""How much compaction reads and appends before it waits for the sync."""
+
+
+class Collected(NamedTuple):
+    """What one round did."""
+
+    ledgers: int = 0
+    """How many ledgers were removed."""
+    segments: int = 0
+    """How many segments were unlinked."""
+    copied_bytes: int = 0
+    """How many bytes of records were written again."""
+    skipped: str | None = None
+    """Why no ledger was removed, if that was not looked at."""
+
+
+class Collector:
+    """One thread; `collect` may also be called by others, one after the other."""
+
+    def __init__(self, registry: Registry, node: StorageNode, cluster: str, limits: StorageLimits) -> None:
+        self._registry, self._node, self._cluster, self._limits = registry, node, cluster, limits
+        self._lock = threading.Lock()
+        """Held during a round."""
+        self._kept: set[int] = set()
+        """Segments that cannot be compacted, because a record in them is damaged."""
+        self._problem: str | None = None
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = start_thread(self._run, "pxrs-storage-collector")
+
+    def close(self) -> None:
+        """Waits for the round that is under way. Idempotent."""
+        self._is_closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closing.wait(self._limits.collect_s):
+            try:
+                self.collect()
+                self._problem = None
+            except (PxrsError, OSError) as error:
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    _logger.warning("garbage was not collected: %s", error)
+
+    def collect(self) -> Collected:
+        """One round. Raises RegistryError, NodeFull, OSError."""
+        with self._lock:
+            mine = self._node.ledgers()  # before anything is read from the registry
+            if known_cluster_id(self._registry) != self._cluster:
+                skipped = "the registry belongs to another cluster, or to none"
+                _logger.error("no ledger is removed: %s", skipped)
+                removed = 0
+            else:
+                skipped = None
+                removed = sum(self._remove(ledger, mark) for ledger, mark in self._garbage(mine))
+            if self._node.is_damaged:  # what is in the segments is not known for sure
+                return Collected(removed, 0, 0, skipped)
+            segments, copied = self._clean()
+            return Collected(removed, segments, copied, skipped)
+
+    def _garbage(self, mine: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+        """The ledgers that are garbage, with their marks."""
+        partitions: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        for ledger, mark in mine:
+            name = LedgerName.of_id(ledger)
+            partitions.setdefault((name.topic_id, name.partition), []).append((ledger, mark))
+        for (topic_id, partition), ledgers in partitions.items():
+            if self._is_closing.is_set():
+                return
+            records = {
+                entry.key: LedgerRecord.parse(entry.key, entry.value)
+                for entry in self._registry.scan(ledgers_prefix(topic_id, partition))
+            }
+            for ledger, mark in ledgers:
+                record = records.get(LedgerName.of_id(ledger).key)
+                if record is None or self._node.id not in record.named:
+                    yield ledger, mark
+
+    def _remove(self, ledger: str, mark: int) -> bool:
+        name = LedgerName.of_id(ledger)
+        has_partition = self._registry.get(owner_key(name.topic_id, name.partition)) is not None
+        is_removed = self._node.remove(ledger, mark, has_partition=has_partition)
+        if is_removed:
+            STORAGE_REMOVED.of().add()
+            _logger.info("ledger %s was removed: its record does not name this node, or is gone", ledger)
+        return is_removed
+
+    # Segments.
+
+    def _clean(self) -> tuple[int, int]:
+        """Unlink the segments that do not count any more, and compact those of which little counts."""
+        segments = copied = 0
+        for base, size, live in self._sealed():
+            if self._is_closing.is_set():
+                break
+            if live and (live >= size * self._limits.compact_below or base in self._kept):
+                continue
+            try:
+                copied += self._copy(base) if live else 0
+            except DamagedFrame as error:
+                self._kept.add(base)
+                _logger.error("a segment is kept, because a record in it is damaged: %s", error)
+                continue
+            if self._unlink(base):
+                segments += 1
+        return segments, copied
+
+    def _sealed(self) -> list[tuple[int, int, int]]:
+        """Of each sealed segment: its base, its length, and how many of its bytes count."""
+        node = self._node
+        with node.lock:
+            found = [(base, node.journal.segment_end(base) - base) for base in node.journal.bases[:-1]]
+            return [(base, size, size - node.index.dead[base]) for base, size in found]
+
+    def _copy(self, base: int) -> int:
+        """Append the records of a segment that count to the journal. Returns when they are synced; how many bytes they
+        have. Raises DamagedFrame, NodeFull, OSError."""
+        copied = size = 0
+        wait = None
+        for record in self._node.journal.records(base):
+            body: memoryview | bytes = b""
+            if not self._is_live(record):
+                continue
+            if record.body_bytes:
+                _, body = self._node.journal.read(record.ledger, record.position, record.body_bytes)
+            with self._node.lock:
+                if not self._is_live_locked(record):
+                    continue
+                wait = self._node.write_again(record, body)
+            copied += record.size
+            size += record.size
+            if size >= COPY_BYTES:
+                wait()
+                size, wait = 0, None
+        if wait is not None:
+            wait()
+        return copied
+
+    def _is_live(self, record: Record) -> bool:
+        with self._node.lock:
+            return self._is_live_locked(record)
+
+    def _is_live_locked(self, record: Record) -> bool:
+        """Whether the record at this position counts."""
+        index = self._node.index
+        if record.kind is Kind.ENTRY:
+            state = self._node.core.state(record.ledger)
+            place = None if state is None else entries_of(state).find(record.entry)
+            return place is not None and place.position == record.position
+        if record.kind is Kind.FENCE:
+            return index.fences.get(record.ledger, (0, -1))[1] == record.position
+        removal = index.removals.get(record.ledger)
+        return removal is not None and removal.position == record.position
+
+    def _unlink(self, base: int) -> bool:
+        """Unlink a segment, if nothing in it counts; whether it was."""
+        node = self._node
+        with node.lock:
+            if node.index.dead[base] < node.journal.segment_end(base) - base:
+                return False
+        node.journal.unlink(base)
+        with node.lock:
+            node.index.forget_segment(base)
+        return True

@@ -1,0 +1,194 @@
+"""Which node a directory is (C5), and the start of a node on it. `core.decide_start` has the rules.
+
+    node.json    the node's id, the cluster's id, the number of starts, the format of the directory
+    lock         held with flock while a process uses the directory
+    journal/     the journal's segments
+    aside-.../   what was there before the directory became a new node; never deleted by pxrs
+
+A start raises the counter on the disk first, synced, and then in the registry, by compare-and-set. A process that finds
+the counter in the registry above its own has been replaced, and stops (`registration`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pxrs import disk
+from pxrs.cluster.naming import cluster_id
+from pxrs.cluster.records import IN_USE, NodeRecord, node_key
+from pxrs.cluster.storage.core import Cookie, Start, decide_start
+from pxrs.cluster.storage.format import FORMAT
+from pxrs.cluster.storage.node import NodeSettings, StorageNode
+from pxrs.errors import Conflict, InvalidArgument, NodeFormatUnsupported, OutcomeUnknown
+from pxrs.registry.contract import ABSENT, Entry, Registry
+
+_logger = logging.getLogger(__name__)
+
+COOKIE: Final = "node.json"
+LOCK: Final = "lock"
+JOURNAL: Final = "journal"
+ASIDE: Final = "aside-"
+_UNKNOWN_END: Final = 1 << 62
+TRIES_MAX: Final = 5
+
+
+class Started(NamedTuple):
+    """A node that has begun a new start of its identity."""
+
+    node: StorageNode
+    cluster: str
+    starts: int
+    directory: Directory
+
+
+class Directory:
+    """The directory of one node, locked by this process until `close`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises InvalidArgument if another process uses it, UnsupportedPlatform, OSError."""
+        disk.require_posix("a storage node")
+        self.path = Path(path).absolute()
+        disk.refuse_network_file_system(self.path, "a storage node")
+        disk.make_folders(self.path)
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise InvalidArgument(
+                f"{self.path} is used by another storage node that runs: give another --dir, or stop that one"
+            ) from None
+
+    @property
+    def journal(self) -> str:
+        return str(self.path / JOURNAL)
+
+    def cookie(self) -> Cookie | None:
+        """Who the directory says it is; None if it does not, or if that cannot be read. Raises
+        NodeFormatUnsupported."""
+        try:
+            found = json.loads((self.path / COOKIE).read_bytes())
+            number = int(found["format"])
+            if number != FORMAT:
+                raise NodeFormatUnsupported(str(self.path), number, FORMAT)
+            return Cookie(str(found["node"]), str(found["cluster"]), int(found["starts"]))
+        except FileNotFoundError:
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            _logger.error("%s cannot be read: %r", self.path / COOKIE, error)
+            return None
+
+    def write_cookie(self, cookie: Cookie) -> None:
+        """Returns when it is durable. Raises OSError."""
+        text = json.dumps({**cookie._asdict(), "format": FORMAT}, indent=2) + "\n"
+        disk.replace_file(str(self.path / COOKIE), text.encode(), is_durable=True)
+        disk.sync_folder(self.path)
+
+    def move_aside(self) -> Path | None:
+        """Move all that is there into a folder of its own; the folder, None if nothing was there. Raises OSError."""
+        found = [name for name in (COOKIE, JOURNAL) if (self.path / name).exists()]
+        if not found:
+            return None
+        aside = self.path / f"{ASIDE}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        aside.mkdir()
+        for name in found:
+            os.rename(self.path / name, aside / name)
+        disk.sync_folder(aside)
+        disk.sync_folder(self.path)
+        return aside
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def start(
+    path: str | os.PathLike[str], registry: Registry, address: str, settings: NodeSettings | None = None
+) -> Started:
+    """Start the node of this directory, or a new one if the directory cannot be trusted. The caller closes the node,
+    then the directory.
+
+    address: where brokers reach it. Raises NodeFormatUnsupported, InvalidArgument, RegistryError, OSError."""
+    directory = Directory(path)
+    try:
+        return _start(directory, registry, address, settings)
+    except BaseException:
+        directory.close()
+        raise
+
+
+def _start(directory: Directory, registry: Registry, address: str, settings: NodeSettings | None) -> Started:
+    cluster = cluster_id(registry)
+    cookie = directory.cookie()
+    entry = None if cookie is None else registry.get(node_key(cookie.node))
+    node: StorageNode | None = None
+    try:
+        # First without the journal, which is not opened if the directory belongs to another node anyway.
+        decided = _decide(cookie, entry, cluster, _UNKNOWN_END)
+        if not decided.is_new:
+            node = _open(directory, decided.node, settings)
+            decided = _decide(cookie, entry, cluster, node.journal.end)
+        if decided.is_new:
+            if node is not None:
+                node.close()
+            aside = directory.move_aside()
+            _logger.warning(
+                "this is a new storage node, %s: %s%s",
+                decided.node,
+                decided.why,
+                "" if aside is None else f"; what was in the directory is in {aside} now",
+            )
+            entry = None
+        directory.write_cookie(Cookie(decided.node, cluster, decided.starts))
+        if decided.is_new:
+            node = _open(directory, decided.node, settings)
+        assert node is not None
+        _register(registry, decided, entry, address, node.journal.end)
+        return Started(node, cluster, decided.starts, directory)
+    except BaseException:
+        if node is not None:
+            node.close()
+        raise
+
+
+def _decide(cookie: Cookie | None, entry: Entry | None, cluster: str, journal_end: int) -> Start:
+    registered = None if entry is None else NodeRecord.parse(entry.key, entry.value)
+    return decide_start(cookie, registered, cluster, journal_end, uuid.uuid4().hex)
+
+
+def _open(directory: Directory, node: str, settings: NodeSettings | None) -> StorageNode:
+    disk.make_folders(Path(directory.journal))
+    return StorageNode(node, directory.journal, settings)
+
+
+def _register(registry: Registry, start: Start, entry: Entry | None, address: str, journal_end: int) -> None:
+    """Raise the counter in the registry. Raises Conflict if another process has done so since it was read."""
+    key = node_key(start.node)
+    if entry is None:
+        record = NodeRecord(address, start.starts, FORMAT, journal_end, IN_USE)
+    else:
+        before = NodeRecord.parse(entry.key, entry.value)
+        record = replace(before, address=address, starts=start.starts, format=FORMAT)
+    expect = {key: ABSENT if entry is None else entry.version}
+    for _ in range(TRIES_MAX):
+        try:
+            registry.commit(expect=expect, put={key: record.dump()})
+            return
+        except OutcomeUnknown:
+            continue  # the same compare-and-set again: if it has landed, that is a Conflict with our own value
+        except Conflict:
+            found = registry.get(key)
+            if found is not None and found.value == record.dump():
+                return
+            raise
+    raise OutcomeUnknown(f"it is not known whether the start of the storage node {start.node} was recorded")

@@ -1,0 +1,291 @@
+"""Where the records of a storage node lie in its journal, and which of them still count.
+
+`Entries` is the index of one ledger: 64 bytes for each entry, in arrays that are sorted by the entry's number. A writer
+adds entries in rising order, so almost every entry is appended; one that comes later is inserted. `NodeCore` adds an
+entry when it accepts it; the entry has no position until it is synced.
+
+`Index` follows the journal: it is given every record that is synced, at the start of the node and after each batch, in
+the order of their positions. It passes them on to the core at the start, and knows how many bytes of each segment do
+not count any more, so that segments can be removed or compacted. What counts:
+
+| record | it counts until |
+|---|---|
+| ENTRY | the entry is written again elsewhere (compaction), or its ledger is removed |
+| FENCE | a higher fence of the ledger is written, or the ledger is removed |
+| REMOVED | no segment holds a record that it voids, and the core need not remember it for the partition |
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from typing import Final, NamedTuple
+
+from pxrs.cluster.ledgers import EntryHead, LedgerName
+from pxrs.cluster.storage.core import FenceItem, LedgerState, NodeCore, RemoveItem, StoreItem
+from pxrs.cluster.storage.format import Kind, Record, record_bytes
+
+UNSYNCED: Final = -1
+"""The position of an entry that is not synced yet."""
+
+
+class Place(NamedTuple):
+    """An entry that the node has, and where."""
+
+    entry: int
+    position: int
+    """Where its record begins in the journal; UNSYNCED."""
+    offset: int
+    rows: int
+    size: int
+    last_timestamp: int
+    stored_at: int
+    checksum: int
+
+    @property
+    def head(self) -> EntryHead:
+        return EntryHead(*self[2:])
+
+
+_WIDTH: Final = len(Place._fields) - 1
+_WRAP: Final = 1 << 64
+
+
+class Entries:
+    """The entries of one ledger: an `EntryIndex` of the core."""
+
+    __slots__ = ("_numbers", "_rest")
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        """The entries' numbers, in rising order."""
+        self._rest = array("q")
+        """The other fields of each `Place`, one entry behind the other; the checksum as a signed number."""
+
+    def __contains__(self, entry: object) -> bool:
+        return isinstance(entry, int) and self._at(entry) is not None
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, entry: int, head: EntryHead) -> None:
+        """The entry must not be there."""
+        *most, checksum = head
+        row = (UNSYNCED, *most, checksum - _WRAP if checksum >= _WRAP >> 1 else checksum)
+        if not self._numbers or entry > self._numbers[-1]:
+            self._numbers.append(entry)
+            self._rest.extend(row)
+        else:
+            at = bisect_left(self._numbers, entry)
+            self._numbers.insert(at, entry)
+            self._rest[at * _WIDTH : at * _WIDTH] = array("q", row)
+
+    def checksum(self, entry: int) -> int:
+        found = self.find(entry)
+        assert found is not None
+        return found.checksum
+
+    def after(self, entry: int, limit: int) -> list[int]:
+        begin = bisect_right(self._numbers, entry)
+        return self._numbers[begin : begin + limit].tolist()
+
+    @property
+    def last(self) -> int:
+        return self._numbers[-1] if self._numbers else -1
+
+    def find(self, entry: int) -> Place | None:
+        at = self._at(entry)
+        return None if at is None else self._place(at)
+
+    def places(self) -> list[Place]:
+        return [self._place(at) for at in range(len(self))]
+
+    def move(self, entry: int, position: int) -> int:
+        """Note where the entry, which is there, lies from now on; where it was before."""
+        at = self._at(entry)
+        assert at is not None
+        before = self._rest[at * _WIDTH]
+        self._rest[at * _WIDTH] = position
+        return before
+
+    def discard(self, entry: int) -> None:
+        """Forget an entry that was not synced."""
+        at = self._at(entry)
+        if at is not None:
+            del self._numbers[at]
+            del self._rest[at * _WIDTH : (at + 1) * _WIDTH]
+
+    def _at(self, entry: int) -> int | None:
+        numbers = self._numbers
+        if not numbers or entry > numbers[-1]:
+            return None
+        at = bisect_left(numbers, entry)
+        return at if numbers[at] == entry else None
+
+    def _place(self, at: int) -> Place:
+        *most, checksum = self._rest[at * _WIDTH : (at + 1) * _WIDTH]
+        return Place._make((self._numbers[at], *most, checksum + _WRAP if checksum < 0 else checksum))
+
+
+def entries_of(state: LedgerState) -> Entries:
+    """The index that this node has given to the core."""
+    assert isinstance(state.index, Entries)
+    return state.index
+
+
+class Removal(NamedTuple):
+    """The ledger's records before `upto` are void."""
+
+    upto: int
+    position: int
+    """Where the record that says so begins."""
+    is_remembered: bool
+    segments: set[int]
+    """The bases of the segments that hold such records."""
+
+
+class Index:
+    """Not thread-safe: the node's lock guards it."""
+
+    def __init__(self, core: NodeCore, bases: list[int]) -> None:
+        """bases: the position of the first byte of each segment, in rising order; the journal changes this list."""
+        self._core, self._bases = core, bases
+        self.fences: dict[str, tuple[int, int]] = {}
+        """By ledger: the fence that is synced, and the position of its record."""
+        self.removals: dict[str, Removal] = {}
+        self._remembered: dict[tuple[str, int], str] = {}
+        """By topic id and partition: the ledger of the highest number that was removed."""
+        self.dead: Counter[int] = Counter()
+        """By the base of a segment, how many of its bytes belong to records that do not count any more."""
+        self.bytes = 0
+        """The length of all entries that are synced."""
+
+    # Records that are synced.
+
+    def replay(self, record: Record) -> None:
+        """A record of the journal that was read at the start."""
+        if record.kind is Kind.ENTRY:
+            head = EntryHead(
+                record.offset,
+                record.rows,
+                record.body_bytes,
+                record.last_timestamp,
+                record.stored_at,
+                record.checksum,
+            )
+            self._core.replay(StoreItem(record.ledger, record.entry, head, record.lac, record.recovery))
+        elif record.kind is Kind.FENCE:
+            self._core.replay(FenceItem(record.ledger, record.recovery or 0))
+        else:
+            self._replay_removal(record)
+        self.written(record)
+
+    def _replay_removal(self, record: Record) -> None:
+        """The core voids everything before the removal. If compaction has moved the record behind entries and fences
+        that came after the removal, those are given to the core again."""
+        state = self._core.state(record.ledger)
+        self._core.replay(RemoveItem(record.ledger, bool(record.rows)))
+        if state is None:
+            return
+        voided = Entries()
+        for place in entries_of(state).places():
+            if place.position >= record.offset:
+                self._core.replay(StoreItem(record.ledger, place.entry, place.head, state.lac, None))
+                again = self._core.state(record.ledger)
+                assert again is not None
+                entries_of(again).move(place.entry, place.position)
+            else:
+                voided.add(place.entry, place.head)
+                voided.move(place.entry, place.position)
+        number, position = self.fences.get(record.ledger, (0, -1))
+        if position >= record.offset:
+            self._core.replay(FenceItem(record.ledger, number))
+        self.void(record, voided)
+
+    def written(self, record: Record) -> None:
+        """A record that the core has accepted is synced."""
+        if record.kind is Kind.ENTRY:
+            state = self._core.state(record.ledger)
+            if state is None or record.entry not in state.index:  # removed meanwhile
+                self._bury(record.position, record.size)
+                return
+            before = entries_of(state).move(record.entry, record.position)
+            if before == UNSYNCED:
+                self.bytes += record.body_bytes
+            else:
+                self._bury(before, record.size)
+        elif record.kind is Kind.FENCE:
+            self._fenced(record)
+        else:
+            self._removed(record)
+
+    def _fenced(self, record: Record) -> None:
+        number, before = self.fences.get(record.ledger, (0, -1))
+        if self._core.state(record.ledger) is None or (record.recovery or 0) < number:
+            self._bury(record.position, record.size)
+            return
+        if before >= 0:
+            self._bury(before, record.size)
+        self.fences[record.ledger] = record.recovery or 0, record.position
+
+    def _removed(self, record: Record) -> None:
+        before = self.removals.get(record.ledger)
+        segments: set[int] = set()
+        if before is not None:
+            segments |= before.segments
+            self._bury(before.position, record.size)
+        self.removals[record.ledger] = Removal(record.offset, record.position, bool(record.rows), segments)
+        name = LedgerName.of_id(record.ledger)
+        partition = name.topic_id, name.partition
+        known = self._remembered.get(partition)
+        if not record.rows:
+            self._remembered.pop(partition, None)
+        elif known is None or LedgerName.of_id(known).number <= name.number:
+            self._remembered[partition] = record.ledger
+        for ledger in {record.ledger, known or record.ledger}:
+            self._forget_removal(ledger)
+
+    def void(self, record: Record, entries: Entries) -> None:
+        """The core has removed a ledger that had these entries, and the record that says so is synced. `written` is
+        called for the record next."""
+        segments = set()
+        for place in entries.places():
+            if place.position != UNSYNCED:
+                self._bury(place.position, record_bytes(record.ledger, place.size))
+                segments.add(self.segment_of(place.position))
+                self.bytes -= place.size
+        _number, position = self.fences.get(record.ledger, (0, -1))
+        if 0 <= position < record.offset:
+            self._bury(position, record_bytes(record.ledger, 0))
+            segments.add(self.segment_of(position))
+            del self.fences[record.ledger]
+        before = self.removals.get(record.ledger)
+        if before is None:
+            self.removals[record.ledger] = Removal(record.offset, UNSYNCED, bool(record.rows), segments)
+        else:
+            before.segments.update(segments)
+
+    def forget_segment(self, base: int) -> None:
+        """The segment is gone."""
+        self.dead.pop(base, None)
+        for ledger, removal in list(self.removals.items()):
+            removal.segments.discard(base)
+            self._forget_removal(ledger)
+
+    def _forget_removal(self, ledger: str) -> None:
+        """Forget a removal that does not count any more."""
+        removal = self.removals.get(ledger)
+        if removal is None or removal.segments or removal.position == UNSYNCED:
+            return
+        name = LedgerName.of_id(ledger)
+        if self._remembered.get((name.topic_id, name.partition)) != ledger:
+            del self.removals[ledger]
+            self._bury(removal.position, record_bytes(ledger, 0))
+
+    def segment_of(self, position: int) -> int:
+        return self._bases[bisect_right(self._bases, position) - 1]
+
+    def _bury(self, position: int, size: int) -> None:
+        if position != UNSYNCED:
+            self.dead[self.segment_of(position)] += size

@@ -1,0 +1,365 @@
+"""A storage node without its network: the rules of `core`, the journal, and the index, under one lock.
+
+Every request decides (`NodeCore`) and appends to the journal under the same lock, so a fence and an add of one ledger
+never overtake each other (C2). The replies are given once the journal is synced.
+
+If the journal cannot be written, everything that was decided and is not synced is taken back in memory, the last
+decision first, and each caller gets an error: an entry that is not on the disk must not be acknowledged later because
+it seems to be there.
+
+What a node refuses, and what it still does:
+
+| state | adds | fences, fencing reads | reads | "no such entry" |
+|---|---|---|---|---|
+| good | yes | yes | yes | yes |
+| little room on the disk | NodeFull | yes | yes | yes |
+| the journal was not written the last time | NodeFull | tries to | yes | yes |
+| headers in the journal are damaged | NodeFull | yes | yes | never: the entry may have been there |
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeVar
+
+from pxrs import disk
+from pxrs.cluster.ledgers import LedgerName
+from pxrs.cluster.messages import Add
+from pxrs.cluster.storage.core import Entries as Present
+from pxrs.cluster.storage.core import FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
+from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, Kind, Record, seed_of
+from pxrs.cluster.storage.index import UNSYNCED, Entries, Index, Place, entries_of
+from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
+from pxrs.cluster.storage.opening import open_journal
+from pxrs.cluster.storage.reading import EntryReader, Found
+from pxrs.errors import InvalidArgument, NodeFull, NodeUnreachable, PxrsError
+from pxrs.metrics.instruments import (
+    STORAGE_BYTES,
+    STORAGE_ENTRIES,
+    STORAGE_FREE,
+    STORAGE_LEDGERS,
+    STORAGE_REFUSES,
+)
+
+_logger = logging.getLogger(__name__)
+
+FREE_BYTES_MIN: Final = 64 << 20
+READ_ENTRIES_MAX: Final = 10_000
+SYNC_S_MAX: Final = 60.0
+"""How long a fence or a read waits for the disk."""
+
+T = TypeVar("T")
+
+
+class IndexPage(NamedTuple):
+    places: list[Place]
+    lac: int
+    fence: int
+    has_more: bool
+
+
+class Load(NamedTuple):
+    bytes: int
+    ledgers: int
+    free_bytes: int
+    refuses: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    segment_bytes: int = SEGMENT_BYTES
+    free_bytes_min: int = FREE_BYTES_MIN
+    """With less room on its disk the node takes no adds. Fences and compaction still have room then."""
+
+
+class StorageNode:
+    """Threads share it. The directory belongs to it until `close`."""
+
+    def __init__(self, node: str, folder: str, settings: NodeSettings | None = None) -> None:
+        """folder: of the journal, which exists. Raises OSError."""
+        self.id = node
+        self._folder, self._settings = folder, settings or NodeSettings()
+        self.lock = threading.Lock()
+        self.core = NodeCore(node, Entries)
+        bases: list[int] = []
+        self.index = Index(self.core, bases)
+        opened = open_journal(folder, seed_of(node), self.index.replay, bases)
+        self._damage = opened.damage
+        self._problem: str | None = None
+        """Why the journal could not be written, or that there is little room."""
+        self.journal = Journal(folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes)
+        self._reader = EntryReader(node, self.core, self.journal, self.lock, self._damage)
+        self.look_at_room()
+        for gauge, read in _GAUGES:
+            gauge.watch(self, read)
+
+    @property
+    def refuses(self) -> str | None:
+        """Why the node takes no adds; None if it does."""
+        if self._damage:
+            return (
+                f"the journal is damaged ({self._damage[0]}, {len(self._damage)} places in all): the node serves what "
+                "can be read and takes no entries; start a new node on an empty directory and retire this one"
+            )
+        return self._problem
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether headers in the journal are damaged, so that it is not known what the node had."""
+        return bool(self._damage)
+
+    @property
+    def load(self) -> Load:
+        with self.lock:
+            return Load(self.index.bytes, len(self.core), self._free_bytes(), self.refuses)
+
+    def _free_bytes(self) -> int:
+        found = os.statvfs(self._folder)
+        return found.f_bavail * found.f_frsize
+
+    def look_at_room(self) -> None:
+        """Look whether the disk has room, and whether a journal that was not written can be written again. Called now
+        and then."""
+        try:
+            free = self._free_bytes()
+        except OSError as error:
+            self._set_problem(f"the disk cannot be used: {disk.explain(error, self._folder)}")
+            return
+        if free < self._settings.free_bytes_min:
+            self._set_problem(
+                f"the disk is full: {free:,} bytes are free, and {self._settings.free_bytes_min:,} are needed"
+            )
+        elif self.journal.is_broken:
+            with self.lock:  # the journal tries to make a new file; if it can, the next look finds it good
+                self.journal.submit(Write(None, (), _ignore))
+        else:
+            self._set_problem(None)
+
+    def _set_problem(self, why: str | None) -> None:
+        before, self._problem = self._problem, why
+        if why is not None and before is None:
+            _logger.error("the node takes no entries: %s", why)
+        elif why is None and before is not None:
+            _logger.warning("the node takes entries again")
+
+    # Requests.
+
+    def add(self, adds: Sequence[Add], first: int, done: Callable[[int, PxrsError | None], None]) -> None:
+        """Store entries whose checksums were checked. done: called on the journal's thread for each of them, in order:
+        once it is synced, or with the reason why it is not stored. Their numbers begin with `first`. Raises Closed."""
+        with self.lock:
+            for number, add in enumerate(adds, first):
+                error = self._add(add, functools.partial(self._told, number, done))
+                if error is not None:  # told in its turn, so that one number says which adds are done
+                    self.journal.submit(Write(None, (), functools.partial(_refuse, number, done, error)))
+
+    def _add(self, add: Add, done: Callable[[Exception | None], None]) -> PxrsError | None:
+        if (refuses := self.refuses) is not None:
+            return NodeFull(self.id, refuses)
+        head = add.head
+        outcome = self.core.add(add.ledger, add.entry, head, add.lac, add.recovery)
+        if isinstance(outcome.reply, PxrsError):
+            return outcome.reply
+        if not outcome.append:
+            self.journal.submit(Write(None, (), done))
+            return None
+        record = Record(
+            Kind.ENTRY,
+            add.ledger,
+            add.entry,
+            add.lac,
+            add.recovery,
+            head.offset,
+            head.rows,
+            head.last_timestamp,
+            head.stored_at,
+            head.checksum,
+            head.size,
+        )
+        undo = functools.partial(self._forget, add.ledger, add.entry)
+        self.journal.submit(Write(record, add.body, done, undo))
+        return None
+
+    def _told(self, number: int, done: Callable[[int, PxrsError | None], None], error: Exception | None) -> None:
+        done(number, None if error is None else self._failure(error))
+
+    def _failure(self, error: Exception) -> PxrsError:
+        return NodeFull(self.id, f"the journal could not be written: {error}")
+
+    def _forget(self, ledger: str, entry: int) -> None:
+        state = self.core.state(ledger)
+        if state is not None:
+            entries_of(state).discard(entry)
+
+    def fence(self, ledger: str, recovery: int) -> FencedAt:
+        """Returns when the fence is synced. Raises LedgerFenced, NodeFull."""
+        with self.lock:
+            reply, wait = self._decide(self.core.fence, ledger, recovery)
+        assert isinstance(reply, FencedAt)
+        wait()
+        return reply
+
+    def _decide(
+        self, decide: Callable[..., Outcome], ledger: str, *arguments: object
+    ) -> tuple[object, Callable[[], None]]:
+        """The reply of the core, and a function that waits until it may be given. The caller holds the lock, and must
+        release it before it waits."""
+        state = self.core.state(ledger)
+        before = 0 if state is None else state.fence
+        outcome = decide(ledger, *arguments)
+        if isinstance(outcome.reply, PxrsError):
+            raise outcome.reply
+        record = None
+        undo = None
+        if outcome.append:
+            (item,) = outcome.append
+            number = getattr(item, "recovery", 0)
+            record = Record(Kind.FENCE, ledger, recovery=number)
+            undo = functools.partial(self._lower_fence, ledger, before)
+        elif not outcome.is_after_sync:
+            return outcome.reply, _nothing
+        return outcome.reply, self._wait_for(Write(record, (), _ignore, undo))
+
+    def _wait_for(self, write: Write) -> Callable[[], None]:
+        """Submit the write; a function that waits until it is synced. Raises NodeFull, NodeUnreachable."""
+        is_done = threading.Event()
+        errors: list[Exception | None] = []
+
+        def done(error: Exception | None) -> None:
+            errors.append(error)
+            is_done.set()
+
+        def wait() -> None:
+            if not is_done.wait(SYNC_S_MAX):
+                raise NodeUnreachable(self.id, f"the disk has not synced the journal for {SYNC_S_MAX:g} s")
+            if errors[0] is not None:
+                raise self._failure(errors[0])
+
+        write.done = done
+        self.journal.submit(write)
+        return wait
+
+    def _lower_fence(self, ledger: str, before: int) -> None:
+        state = self.core.state(ledger)
+        if state is not None:
+            state.fence = before
+
+    def read(
+        self, ledger: str, first: int, last: int, max_bytes: int, recovery: int | None, *, heads: bool
+    ) -> Iterator[Found]:
+        """What the node has of the entries from `first` to `last`: an iterator that reads each when it is asked for it,
+        and ends after `max_bytes`, at least one entry. Raises LedgerFenced, NodeFull."""
+        last = min(last, first + READ_ENTRIES_MAX - 1)
+        with self.lock:
+            reply, wait = self._decide(self.core.read, ledger, first, last, recovery)
+            assert isinstance(reply, Present)
+            present = set(reply.present)
+            state = self.core.state(ledger)
+            places = {} if state is None else {entry: entries_of(state).find(entry) for entry in present}
+            if recovery is None and any(place is not None and place.position == UNSYNCED for place in places.values()):
+                wait = self._wait_for(Write(None, (), _ignore))
+        wait()
+        return self._reader.read(ledger, range(first, last + 1), present, max_bytes, heads=heads)
+
+    def page(self, ledger: str, after: int, limit: int) -> IndexPage:
+        """Some entries of a ledger, all synced. Raises NodeFull."""
+        with self.lock:
+            reply, wait = self._decide(self.core.index, ledger, after, limit)
+            assert isinstance(reply, Indexed)
+            state = self.core.state(ledger)
+            found = [] if state is None else [entries_of(state).find(entry) for entry in reply.entries]
+        wait()
+        return IndexPage([place for place in found if place is not None], reply.lac, reply.fence, reply.is_more)
+
+    def ledgers(self) -> list[tuple[str, int]]:
+        """Every ledger of which the node has something, with the mark that `remove` wants."""
+        with self.lock:
+            return self.core.ledgers()
+
+    def remove(self, ledger: str, mark: int, *, has_partition: bool) -> bool:
+        """Remove a ledger that is garbage; whether it was removed. Returns when that is synced. Raises NodeFull."""
+        with self.lock:
+            state = self.core.state(ledger)
+            outcome = self.core.remove(ledger, mark, has_partition=has_partition)
+            if not outcome.append or state is None:
+                return False
+            record = Record(Kind.REMOVED, ledger, offset=HERE, rows=int(has_partition))
+            undo = functools.partial(self._restore, ledger, state)
+            wait = self._wait_for(Write(record, (), _ignore, undo, entries_of(state)))
+        wait()
+        return True
+
+    def _restore(self, ledger: str, state: LedgerState) -> None:
+        """Take a removal back that could not be written."""
+        self.core.replay(FenceItem(ledger, state.fence))
+        again = self.core.state(ledger)
+        assert again is not None
+        again.index, again.lac = state.index, state.lac
+
+    def write_again(self, record: Record, body: bytes | memoryview) -> Callable[[], None]:
+        """Append a record that counts to the journal again. The caller holds the lock. A function that waits until it
+        is synced."""
+        return self._wait_for(Write(record, (body,), _ignore))
+
+    # The journal.
+
+    def written(self, writes: Sequence[Write]) -> None:
+        entries = 0
+        for write in writes:
+            if write.record is not None:
+                if write.removes is not None:
+                    self.index.void(write.record, write.removes)
+                self.index.written(write.record)
+                entries += write.undo is not None and write.record.kind is Kind.ENTRY
+        STORAGE_ENTRIES.of().add(entries)
+
+    def failed(self, error: OSError) -> None:
+        self._set_problem(f"the journal could not be written: {disk.explain(error, self._folder)}")
+
+    def close(self) -> None:
+        """Write what waits, and close the journal. Idempotent."""
+        self.journal.close()
+
+
+_GAUGES: Final = (
+    (STORAGE_BYTES, lambda node: [((), node.load.bytes)]),
+    (STORAGE_LEDGERS, lambda node: [((), node.load.ledgers)]),
+    (STORAGE_FREE, lambda node: [((), node.load.free_bytes)]),
+    (STORAGE_REFUSES, lambda node: [((), float(node.load.refuses is not None))]),
+)
+
+
+def check_add(add: Add) -> None:
+    """Raises InvalidArgument if the ledger's id cannot be one, or the entry is too long."""
+    if not is_ledger(add.ledger):
+        raise InvalidArgument(f"{add.ledger[:200]!r} is no id of a ledger")
+    if add.head.size > BODY_BYTES_MAX:
+        raise InvalidArgument(f"an entry has {add.head.size:,} bytes, and {BODY_BYTES_MAX:,} is the most")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_ledger(text: str) -> bool:
+    """Whether the text can be the id of a ledger."""
+    if not text.isascii() or not text.isprintable() or len(text) > LEDGER_BYTES_MAX:
+        return False
+    try:
+        return LedgerName.of_id(text).id == text
+    except ValueError:
+        return False
+
+
+def _refuse(number: int, done: Callable[[int, PxrsError | None], None], why: PxrsError, _: Exception | None) -> None:
+    done(number, why)
+
+
+def _ignore(error: Exception | None) -> None:
+    """The caller of `_wait_for` replaces it; a write that nobody waits for has it."""
+
+
+def _nothing() -> None:
+    """Stands for a wait that is not needed."""

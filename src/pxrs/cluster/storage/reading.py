@@ -1,0 +1,91 @@
+"""Reads entries of a storage node from its journal. A damaged entry is "unreachable here", never "missing"."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pxrs.cluster.ledgers import EntryHead
+from pxrs.cluster.storage.core import NodeCore
+from pxrs.cluster.storage.index import UNSYNCED, Place, entries_of
+from pxrs.cluster.storage.journal import Journal
+from pxrs.errors import DamagedFrame, NodeUnreachable, PxrsError
+from pxrs.log.batch import HEADER_BYTES, read_header
+
+_logger = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """What a node says about one entry."""
+
+    entry: int
+    head: EntryHead | None
+    """None if the node has no such entry, or cannot read it."""
+    body: bytes | memoryview = b""
+    error: PxrsError | None = None
+    """Why the entry cannot be read; None if the node is sure that it has no such entry."""
+
+
+class EntryReader:
+    """Threads share it."""
+
+    def __init__(
+        self, node: str, core: NodeCore, journal: Journal, lock: threading.Lock, damage: Sequence[DamagedFrame]
+    ) -> None:
+        """lock: guards the core. damage: where headers of the journal are damaged."""
+        self._node, self._core, self._journal, self._lock, self._damage = node, core, journal, lock, damage
+
+    def read(self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool) -> Iterator[Found]:
+        size = 0
+        for entry in entries:
+            found = self._read_one(ledger, entry, heads=heads) if entry in present else self._missing(ledger, entry)
+            size += len(found.body)
+            if size > max_bytes and size > len(found.body):
+                return
+            yield found
+
+    def _missing(self, ledger: str, entry: int) -> Found:
+        if self._damage:
+            return Found(entry, None, error=NodeUnreachable(self._node, f"the journal is damaged: {self._damage[0]}"))
+        return Found(entry, None)
+
+    def _read_one(self, ledger: str, entry: int, *, heads: bool) -> Found:
+        """An entry that was there when it was looked for. It may have been moved by compaction since."""
+        while True:
+            with self._lock:
+                state = self._core.state(ledger)
+                place = None if state is None else entries_of(state).find(entry)
+            if place is None or place.position == UNSYNCED:
+                return Found(entry, None, error=NodeUnreachable(self._node, f"ledger {ledger} was removed meanwhile"))
+            try:
+                if heads and place.rows:
+                    return Found(entry, place.head, self._read_heads(ledger, place))
+                record, body = self._journal.read(ledger, place.position, place.size)
+                if record.entry != entry:
+                    raise DamagedFrame(
+                        self._journal.folder, place.position, f"entry {record.entry} lies where {entry} should"
+                    )
+                return Found(entry, place.head, body)
+            except (DamagedFrame, OSError) as error:
+                if self._has_moved(ledger, place):
+                    continue
+                _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
+                return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
+
+    def _has_moved(self, ledger: str, place: Place) -> bool:
+        with self._lock:
+            state = self._core.state(ledger)
+            now = None if state is None else entries_of(state).find(place.entry)
+        return now is None or now.position != place.position
+
+    def _read_heads(self, ledger: str, place: Place) -> bytes:
+        """The headers of the frames of an entry, one behind the other, each checked."""
+        found, at = [], 0
+        while at < place.size:
+            data, path = self._journal.read_part(ledger, place.position, at, min(HEADER_BYTES, place.size - at))
+            header = read_header(memoryview(data), path, at)
+            found.append(data[: header.header_bytes])
+            at += header.frame_bytes
+        return b"".join(found)

@@ -1,0 +1,152 @@
+"""Keeps a storage node known to the cluster: its key among those that live, its load, the end of its journal.
+
+The lease is not what makes the node safe. While the registry cannot be reached, the node goes on serving; when its
+lease was lost, it takes another one. It stops only if the registry says that it is not this node any more: another
+process has started as the same node (the disk was copied), or an operator has retired it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from pxrs.cluster.records import RETIRED, AliveNode, NodeRecord, alive_key, node_key
+from pxrs.cluster.storage.node import Load, StorageNode
+from pxrs.cluster.storage.settings import StorageLimits
+from pxrs.errors import Closed, ClusterError, Conflict, PxrsError
+from pxrs.registry.contract import Registry
+from pxrs.registry.lease import Lease
+from pxrs.waiting import start_thread
+
+_logger = logging.getLogger(__name__)
+
+RECORD_EVERY: Final = 10
+"""The end of the journal is recorded in every tenth round, and when the node stops."""
+CHANGE: Final = 0.05
+"""The load is written again when it has changed by this part of it. Every write wakes the brokers."""
+
+
+class Registration:
+    """One thread. `start`, then `close`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        node: StorageNode,
+        starts: int,
+        address: str,
+        limits: StorageLimits,
+        on_replaced: Callable[[PxrsError], None],
+    ) -> None:
+        """on_replaced: called once, on the thread, if this process must stop."""
+        self._registry, self._node, self._starts, self._address = registry, node, starts, address
+        self._limits, self._on_replaced = limits, on_replaced
+        self._lease: Lease | None = None
+        self._shown: Load | None = None
+        """The load that the registry has, under the lease that lives."""
+        self._recorded = -1
+        """The end of the journal that the registry has."""
+        self._problem: str | None = None
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Returns when the node is known to be alive. Raises RegistryError, ClusterError."""
+        self._show()
+        self._thread = start_thread(self._run, "pxrs-storage-registration")
+
+    def close(self) -> None:
+        """The node's key goes with the lease. Idempotent."""
+        self._is_closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            try:
+                self._record()
+            except PxrsError as error:
+                _logger.warning("the end of the journal was not recorded: %s", error)
+        if self._lease is not None:
+            self._lease.close()
+
+    def _run(self) -> None:
+        rounds = 0
+        while not self._is_closing.wait(self._limits.alive_s):
+            self._node.look_at_room()
+            rounds += 1
+            try:
+                self._show()
+                if rounds % RECORD_EVERY == 0:
+                    self._record()
+                if self._problem is not None:
+                    self._problem = None
+                    _logger.info("the registry answers again")
+            except ClusterError as error:
+                _logger.error("%s", error)
+                self._on_replaced(error)
+                return
+            except Closed:
+                return
+            except PxrsError as error:
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    _logger.warning("the node goes on without the registry: %s", error)
+
+    def _show(self) -> None:
+        """Write the node's key, if its lease was lost or its load has changed."""
+        load = self._node.load
+        if self._lease is None or not self._lease.alive:
+            if self._lease is not None:
+                _logger.warning("the lease of the node was lost; it takes another one")
+                self._lease.close()
+            self._lease, self._shown = None, None
+            self._check_standing()
+            self._lease = self._registry.lease(self._limits.lease_s)
+        elif self._shown is not None and not _differs(load, self._shown):
+            return
+        alive = AliveNode(self._address, self._starts, load.bytes, load.ledgers, load.free_bytes, load.refuses)
+        self._registry.commit(ephemeral={alive_key(self._node.id): alive.dump()}, lease=self._lease)
+        self._shown = load
+
+    def _check_standing(self) -> tuple[NodeRecord, int]:
+        """The node's record and its version. Raises ClusterError if it is not that of this process any more."""
+        entry = self._registry.get(node_key(self._node.id))
+        if entry is None:
+            raise self._replaced("its record is gone from the registry, which was emptied or replaced")
+        record = NodeRecord.parse(entry.key, entry.value)
+        if record.starts > self._starts:
+            raise self._replaced(
+                f"another process was started as this node ({record.address}, start {record.starts}, and this process "
+                f"is start {self._starts}): its directory is a copy; keep one of the two",
+            )
+        if record.state == RETIRED:
+            raise self._replaced("it was retired: start a new node on an empty directory")
+        return record, entry.version
+
+    def _replaced(self, why: str) -> ClusterError:
+        return ClusterError(f"this process is not the storage node {self._node.id} any more: {why}")
+
+    def _record(self) -> None:
+        """Record the end of the journal: a disk with less is an older copy (C5)."""
+        record, version = self._check_standing()
+        with self._node.lock:
+            end = self._node.journal.end
+        if end == self._recorded:
+            return
+        value = replace(record, journal_end=end).dump()
+        try:
+            self._registry.commit(expect={node_key(self._node.id): version}, put={node_key(self._node.id): value})
+        except Conflict:
+            return  # somebody has changed the record; the next round reads it again
+        self._recorded = end
+
+
+def _differs(now: Load, shown: Load) -> bool:
+    """Whether brokers should know."""
+    if now.refuses != shown.refuses or now.ledgers != shown.ledgers:
+        return True
+    return any(
+        abs(a - b) > CHANGE * max(b, 1 << 20) for a, b in ((now.bytes, shown.bytes), (now.free_bytes, shown.free_bytes))
+    )

@@ -1,0 +1,129 @@
+"""Errors of the cluster: brokers, storage nodes, and the copies of ledgers."""
+
+from __future__ import annotations
+
+from pxrs.errors.general import InvalidArgument, PxrsError
+from pxrs.errors.log import AppendFailed, ReadFailed
+
+
+class ClusterError(PxrsError):
+    """The base of the errors of brokers and storage nodes."""
+
+    code = "cluster"
+
+
+class NodeUnreachable(ClusterError):
+    """A storage node did not answer, or refused for a reason of its own. A broker goes on with the other nodes and
+    replaces this one; look at the node if it does not come back."""
+
+    code = "cluster.node-unreachable"
+
+    def __init__(self, node: str, why: str) -> None:
+        self.node, self.why = node, why
+        super().__init__(f"storage node {node}: {why}")
+
+
+class WrongNode(NodeUnreachable):
+    """Another storage node answers at the address: the node that was asked for has moved, or was started on an empty or
+    older disk and is a new node now. Nothing was stored or read. `found` is the node that answers."""
+
+    code = "cluster.wrong-node"
+
+    def __init__(self, node: str, found: str) -> None:
+        self.found = found
+        super().__init__(node, f"the node {found} answers at its address")
+
+
+class NodeFull(NodeUnreachable):
+    """The storage node takes no more entries, because its disk is full or failed. Nothing was stored on it. Free space
+    on the node, or add another node."""
+
+    code = "cluster.node-full"
+
+
+class LedgerRemoved(NodeUnreachable):
+    """The storage node has removed this ledger as garbage, and takes no more entries from the ledger's writer. The
+    writer replaces the node in this ledger, as after any failure of the node."""
+
+    code = "cluster.ledger-removed"
+
+    def __init__(self, node: str, ledger: str) -> None:
+        self.ledger = ledger
+        super().__init__(node, f"it has removed ledger {ledger}")
+
+
+class LedgerFenced(ClusterError):
+    """Another broker recovers this ledger, or has recovered it: nothing more may be added under the number that the
+    caller has. A writer stops at once. It is never a failure of the node (C1). `recovery` is the number by which the
+    node is fenced."""
+
+    code = "cluster.ledger-fenced"
+
+    def __init__(self, ledger: str, recovery: int) -> None:
+        self.ledger, self.recovery = ledger, recovery
+        super().__init__(f"ledger {ledger} is fenced by recovery {recovery}: another broker has taken the partition")
+
+
+class EntryDiffers(ClusterError):
+    """A storage node has another entry under this number of this ledger. Nothing was stored. It cannot happen unless a
+    disk or a program is damaged: report it, with the ledger and the entry."""
+
+    code = "cluster.entry-differs"
+
+    def __init__(self, ledger: str, entry: int) -> None:
+        self.ledger, self.entry = ledger, entry
+        super().__init__(f"entry {entry} of ledger {ledger} is there already, with other bytes")
+
+
+class LedgerDamaged(ClusterError, ReadFailed):
+    """Entries that were acknowledged cannot be read from any of their storage nodes. Nothing is skipped. Bring the
+    nodes back; if they will never return, see docs/cluster.md on going on without them."""
+
+    code = "cluster.ledger-damaged"
+
+    def __init__(self, ledger: str, entry: int, why: str) -> None:
+        self.ledger, self.entry, self.why = ledger, entry, why
+        super().__init__(f"entry {entry} of ledger {ledger}: {why}")
+
+
+class PartitionUnavailable(ClusterError, AppendFailed, ReadFailed):
+    """No broker can serve the partition at the moment: it is being recovered, or too few storage nodes answer. Nothing
+    was stored. Try again; `why` says what is missing."""
+
+    code = "cluster.partition-unavailable"
+
+    def __init__(self, place: str, why: str) -> None:
+        self.place, self.why = place, why
+        super().__init__(f"{place} is not available: {why}; try again")
+
+
+class NotEnoughNodes(ClusterError):
+    """Fewer storage nodes take new ledgers than an entry needs to be acknowledged. Start more storage nodes, or choose
+    smaller quorums for a new topic."""
+
+    code = "cluster.not-enough-nodes"
+
+    def __init__(self, needed: int, alive: int) -> None:
+        self.needed, self.alive = needed, alive
+        super().__init__(f"{needed} storage nodes are needed and {alive} take new ledgers; start more of them")
+
+
+class NodeFormatUnsupported(ClusterError, InvalidArgument):
+    """A storage node's directory was written by another version of pxrs, in a format that this one does not know.
+    Nothing was changed. Start the node with the version that wrote it, or a later one."""
+
+    code = "cluster.node-format-unsupported"
+
+    def __init__(self, directory: str, found: int, supported: int) -> None:
+        self.directory, self.found, self.supported = directory, found, supported
+        super().__init__(
+            f"{directory} has format {found} and this version of pxrs knows formats up to {supported}: start the "
+            "storage node with the version of pxrs that wrote the directory, or a later one"
+        )
+
+
+class InvalidPlacement(ClusterError, InvalidArgument):
+    """A placement is not known, or has returned something else than distinct nodes among those it was given. The text
+    says which and what to do."""
+
+    code = "cluster.invalid-placement"
