@@ -40,7 +40,7 @@ from pxrs.group.description import GroupDescription, MemberDescription, describe
 from pxrs.group.foreign import check_meaning, foreign_of
 from pxrs.group.positions import Offsets, To, resolve_offsets, resolve_position
 from pxrs.group.projection import projection_of
-from pxrs.group.readables import Readables, Sources, Topics
+from pxrs.group.readables import Listing, Readables, Sources, Topics
 from pxrs.group.reader import GroupReader
 from pxrs.group.records import (
     Home,
@@ -92,15 +92,18 @@ class GroupHandle:
         """The members of the group, and the owner, checkpoint and lag of each partition. Raises UnknownGroup."""
         return self.described(self._reader.read_there())
 
-    def described(self, state: GroupState) -> GroupDescription:
+    def described(self, state: GroupState, listing: Listing | None = None) -> GroupDescription:
         """As `describe`, of records that were read before: for whoever watches many groups, and reads the records of
-        one again only after they have changed."""
+        one again only after they have changed.
+
+        listing: the topics, if the caller has listed them before, for several groups."""
         leader = state.leader[0].incarnation if state.leader else None
-        names, meant = self._reader.names(state), state.meant_for()
+        listing = listing or self._reader.readables.listing()
+        names, meant, offsets = self._reader.names(state, listing), state.meant_for(), state.offsets_by_topic()
         # Read the ends after the checkpoints, so that no end is behind a checkpoint.
         places = state.partitions()
         seen = {
-            topic: self._reader.look(state, topic, names.get(topic, topic))
+            topic: self._reader.look(state, topic, names.get(topic, topic), offsets.get(topic, {}), listing)
             for topic in sorted({topic for topic, _ in places})
         }
         places |= {(topic, number) for topic, each in seen.items() for number in range(each.count)}
@@ -129,7 +132,7 @@ class GroupHandle:
             ),
             tuple(
                 sorted(
-                    (each.total(names.get(id, id), id, state.offsets(id)) for id, each in seen.items()),
+                    (each.total(names.get(id, id), id, offsets.get(id, {})) for id, each in seen.items()),
                     key=lambda each: (each.topic, each.topic_id),
                 )
             ),
@@ -278,7 +281,7 @@ class GroupHandle:
         arguments.text(InvalidGroup, "topic", topic, "its name")
         partition = arguments.whole(InvalidGroup, "partition", partition, 0)
         state = self._reader.read_there()
-        names = self._reader.names(state)
+        names = self._reader.names(state, self._reader.readables.listing())
         ids = sorted(self._reader.ids_named(state, topic))
         for id in ids:  # the name of a deleted topic may belong to another one now
             if (id, partition) in state.paused:
@@ -402,7 +405,7 @@ class GroupHandle:
 
     def _record_freed(self, writes: Sequence[CheckpointWrite], by: str, state: GroupState) -> None:
         """by: the operation that has written these owner keys."""
-        names = self._reader.names(state)
+        names = self._reader.names(state, self._reader.readables.listing())
         for write in writes:
             (id, partition), owner = write.partition, write.owner
             assert owner is not None
@@ -413,7 +416,8 @@ class GroupHandle:
 
     def _project(self) -> None:
         """Write the readable files of the group, if there is a place for them and no member writes them."""
-        projection = projection_of(self._registry, self._keys, lambda: self._reader.names(GroupState()))
+        found = self._reader.readables
+        projection = projection_of(self._registry, self._keys, lambda: found.names(None, found.listing()))
         if projection is not None:
             projection.refresh()
 

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from pxrs import arguments
 from pxrs.errors import GroupError, InvalidGroup, NoDirectory, PxrsError, UnknownGroup, UnknownTopic
 from pxrs.group.lag import Seen
 from pxrs.group.positions import Offsets
-from pxrs.group.readables import Readables, advice, is_topic_id
+from pxrs.group.readables import Listing, Readables, advice, is_topic_id
 from pxrs.group.records import Home, Keys
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import Registry
@@ -28,17 +28,19 @@ class GroupReader:
     def read(self) -> GroupState:
         return GroupState.of(self._keys, self._registry.scan(self._keys.root))
 
-    def names(self, state: GroupState) -> dict[str, str]:
-        """The names of topics and sources by their ids, also of those whose name only the group's or a member's record
-        holds."""
+    def names(self, state: GroupState, listing: Listing) -> dict[str, str]:
+        """The names of the topics and sources of the group by their ids, also of those whose name only the group's or a
+        member's record holds."""
         names = {id: read.name for id, read in state.sources.items() if read.name}
         names |= state.topics_read()
-        return names | self.readables.names()
+        return names | self.readables.names({*names, *(id for id, _ in state.partitions())}, listing)
 
-    def look(self, state: GroupState, id: str, name: str) -> Seen:
+    def look(self, state: GroupState, id: str, name: str, offsets: Mapping[int, int], listing: Listing) -> Seen:
         """The extents of a topic or source. If it cannot be read, the reason: the checkpoints of the group are shown
-        all the same."""
-        seen = self.readables.look(id, name, state.offsets(id))
+        all the same.
+
+        offsets: the checkpoints of it, by partition."""
+        seen = self.readables.look(id, name, offsets, listing)
         if seen is not None:
             return seen
         return Seen(is_source=True, is_deleted=self.is_deleted_topic(state, id), problem=self.missing(name, id, state))
@@ -74,10 +76,11 @@ class GroupReader:
         """The topics and sources that the group reads and that still exist. Raises GroupError if it reads a source that
         is not registered: to leave that out would do only a part of what was asked."""
         ids = sorted({id for id, _ in state.partitions()} | state.topics_read().keys())
-        names = self.names(state)
+        listing = self.readables.listing()
+        names = self.names(state, listing)
         sources = []
         for id in ids:
-            if (source := self.readables.find(id)) is not None:
+            if (source := self.readables.find(id, listing)) is not None:
                 sources.append(source)
             elif not self.is_deleted_topic(state, id):
                 raise GroupError(f"{self.missing(names.get(id, id), id, state)}; or name the topic that is meant")

@@ -139,6 +139,13 @@ class GroupState:
         """The checkpoints of one topic or source, by partition."""
         return {number: each for (id, number), (each, _) in self.checkpoints.items() if id == topic}
 
+    def offsets_by_topic(self) -> dict[str, dict[int, int]]:
+        """The checkpoints of each topic or source that has any, by partition."""
+        found: dict[str, dict[int, int]] = {}
+        for (topic, number), (each, _) in self.checkpoints.items():
+            found.setdefault(topic, {})[number] = each.offset
+        return found
+
     def offsets(self, topic: str) -> dict[int, int]:
         return {number: each.offset for number, each in self.checkpoints_of(topic).items()}
 

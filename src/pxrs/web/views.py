@@ -98,7 +98,7 @@ def _topic_row(topic: Glanced) -> dict[str, Any]:
     return {
         "topic": topic.name,
         "partitions": topic.partitions,
-        "messages": None if topic.found is None else sum(each.end - each.start for each in topic.found),
+        "messages": topic.messages,
         "rate": None if rates is None else sum(rates),
         "problem": None if topic.error is None else str(topic.error),
     }
@@ -287,7 +287,7 @@ def _query_row(observer: Observer, query: SeenQuery) -> dict[str, Any]:
             {
                 "topic": by_id[id].name if id in by_id else id,
                 "is_there": id in by_id,
-                "messages": sum(each.end - each.start for each in (by_id[id].found or ())) if id in by_id else None,
+                "messages": by_id[id].messages if id in by_id else None,
             }
             for id in query.writes
         ],
