@@ -48,7 +48,7 @@ export async function begin(action, given, state, refresh) {
     if (action === "reset" && !given.to) {
       const chosen = await ask(`Reset group ${given.group}`, resetFields(given), "Show what it would do", false);
       if (!chosen) return;
-      given = { group: given.group, to: position(chosen), force: true };
+      given = { group: given.group, to: position(chosen) };
       if (chosen.elements.topic.value) given.topic = chosen.elements.topic.value;
     }
     if (token === null && !(await askToken("The token for actions that this page was started with"))) return;
@@ -56,7 +56,7 @@ export async function begin(action, given, state, refresh) {
     const rows = preview.rows.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` }));
     const detail = rows.length ? table("What would be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows) : null;
     if (!(await ask(NAMES[action], [h("p", { id: "preview" }, preview.text), detail], NAMES[action], DANGEROUS.has(action)))) return;
-    const done = await post(`/api/actions/${action}`, { ...given, confirmed: true }, state);
+    const done = await post(`/api/actions/${action}`, { plan: preview.plan, confirmed: true }, state);
     state.told = h("p", { class: "done", role: "status", "data-key": "told" }, done.text);
     if (action.startsWith("delete-")) location.hash = "#/";
   } catch (error) {

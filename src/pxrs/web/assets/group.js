@@ -19,7 +19,7 @@ export function render(state) {
   const found = state.data, paused = found.rows.filter((row) => row.paused);
   const colour = colours([...found.members.map((each) => each.incarnation), ...found.timeline.rows.flatMap((row) => row.bars.map((bar) => bar.incarnation))]);
   const unowned = found.rows.filter((row) => !row.is_owner_there).length;
-  const actions = [button(state, "reset", { group: found.group, topics: found.topics.map((each) => each.topic) }), button(state, "delete-group", { group: found.group, force: true })];
+  const actions = [button(state, "reset", { group: found.group, topics: found.topics.map((each) => each.topic) }), button(state, "delete-group", { group: found.group })];
   return [
     h("h1", { "data-shown": true }, h("small", null, "group"), found.group),
     found.lag_problem && h("p", { class: "problem" }, found.lag_problem),
@@ -55,10 +55,10 @@ function stateOf(row) {
 }
 
 function pausedRow(state, row, open) {
-  const given = { group: state.data.group, topic: row.topic, partition: row.partition };
+  const given = { group: state.data.group, topic: row.topic_id, partition: row.partition, offset: row.paused.offset };
   return h("article", { "data-key": `${row.topic_id}/${row.partition}` },
     h("h3", null, `${row.topic}/${row.partition} at offset ${count(row.paused.offset)}`),
     h("p", null, row.paused.error, " ", h("span", { class: "quiet" }, row.paused.by ? `(${row.paused.by}, ${ago(state.data.now, row.paused.when)})` : "")),
     row.paused.traceback ? h("details", { open }, h("summary", null, "Traceback"), h("pre", null, row.paused.traceback)) : null,
-    h("p", { class: "bar" }, button(state, "retry", given), button(state, "skip", { ...given, offset: row.paused.offset })));
+    h("p", { class: "bar" }, button(state, "retry", given), button(state, "skip", given)));
 }
