@@ -159,7 +159,10 @@ class GroupBook:
         """Raises UnknownGroup, InvalidGroup, and the error with which the group could not be read."""
         found = self.by_name.get(name)
         if found is None:
-            self._add(Keys(name).group)
+            # Anybody may ask for any name: only a group of which there are records gets a watch, and stays.
+            if not self._registry.scan(Keys(name).root, limit=1):
+                raise UnknownGroup(name)
+            self._add(name)
             self._read(name, now)
             found = self.by_name[name]
             found.describe(self._topics, self.sources, now)

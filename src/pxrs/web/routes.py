@@ -126,6 +126,7 @@ class _Routes:
                 "messages": [browse.plain(message) for message in found.messages],
                 "next": found.next,
                 "searched": found.searched,
+                "left_out": found.left_out,
             }
         )
 
