@@ -1,5 +1,5 @@
 // Actions: ask for the token once, show what the action would do, do it after a confirmation.
-import { count, h, table } from "./dom.js";
+import { count, h, instant, table } from "./dom.js";
 
 const dialog = document.getElementById("dialog");
 const NAMES = { retry: "Retry", skip: "Skip", reset: "Reset", "delete-group": "Delete the group", requeue: "Put back", purge: "Remove for good", "delete-queue": "Delete the queue", "delete-topic": "Delete the topic" };
@@ -68,7 +68,7 @@ export async function begin(action, given, state, refresh) {
 function resetFields(given) {
   return h("div", { class: "bar" },
     h("label", null, "To", h("select", { name: "to" }, ["earliest", "latest", "offset", "time"].map((each) => h("option", null, each)))),
-    h("label", null, "Offset, or time (your zone)", h("input", { name: "at", placeholder: "120 or 2026-01-31T12:00" })),
+    h("label", null, "Offset, or time (UTC)", h("input", { name: "at", placeholder: "120 or 2026-01-31T12:00" })),
     h("label", null, "Topic", h("select", { name: "topic" }, h("option", { value: "" }, "all"), (given.topics || []).map((each) => h("option", null, each)))));
 }
 
@@ -76,6 +76,6 @@ function position(form) {
   const { to, at } = form.elements;
   if (to.value === "offset") return at.value.trim();
   if (to.value !== "time") return to.value;
-  const found = new Date(at.value);
-  return Number.isNaN(found.getTime()) ? at.value : found.toISOString();
+  const found = instant(at.value);
+  return Number.isNaN(found) ? at.value : new Date(found).toISOString();
 }
