@@ -60,16 +60,18 @@ class GroupState:
 
     def add(self, keys: Keys, entry: Entry) -> None:
         key, value, version = entry.key, entry.value, entry.version
-        if key == keys.leader:
+        if key.startswith(
+            keys.checkpoints
+        ):  # these and the owners first: most keys are such
+            self.checkpoints[partition_of(key)] = Checkpoint.load(key, value), version
+        elif key.startswith(keys.owners):
+            self.owners[partition_of(key)] = Owner.load(key, value), version
+        elif key == keys.leader:
             self.leader = Leader.load(key, value), version
         elif key.startswith(keys.targets):
             self.targets[key.removeprefix(keys.targets)] = Target.load(key, value), version
         elif key.startswith(keys.members):
             self.members[key.removeprefix(keys.members)] = Member.load(key, value)
-        elif key.startswith(keys.owners):
-            self.owners[partition_of(key)] = Owner.load(key, value), version
-        elif key.startswith(keys.checkpoints):
-            self.checkpoints[partition_of(key)] = Checkpoint.load(key, value), version
         elif key.startswith(keys.paused):
             self.paused[partition_of(key)] = Paused.load(key, value), version
         elif key.startswith(keys.sources):

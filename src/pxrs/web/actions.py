@@ -25,7 +25,6 @@ IDS_MAX: Final = 1_000
 """How many dead letters a visitor may choose."""
 LETTERS_MAX: Final = 10_000
 """How many dead letters one action moves or removes, if all are meant."""
-ROWS_MAX: Final = 1_000
 
 Arguments = Mapping[str, Any]
 
@@ -170,7 +169,7 @@ def _reset(hub: Hub, given: Arguments) -> Plan:
             count += sum(map(len, written.values()))
         return f"group {group}: {counted(count, 'checkpoint')} set to {given['to']}"
 
-    return Plan(f"Set the checkpoints of group {group} to {given['to']}. {said}", perform, rows[:ROWS_MAX])
+    return Plan(f"Set the checkpoints of group {group} to {given['to']}. {said}", perform, rows)
 
 
 def _moved(topic: str, partition: int, checkpoint: int | None, offset: int) -> dict[str, Any]:

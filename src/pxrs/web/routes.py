@@ -146,7 +146,8 @@ class _Routes:
         if name not in ACTIONS:
             return _plain({"error": "there is no such action"}, 404)
         plan = await run_in_threadpool(ACTIONS[name], self._observer.hub, given)
-        return _plain({"text": plan.text, "rows": plan.rows, "plan": self._plans.keep(name, who, plan)})
+        shown = {"text": plan.text, "rows": plan.rows[: views.ROWS_MAX], "row_count": len(plan.rows)}
+        return _plain({**shown, "plan": self._plans.keep(name, who, plan)})
 
     async def act(self, request: Request) -> Response:
         name, who, given = await self._asked(request)

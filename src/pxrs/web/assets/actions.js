@@ -54,7 +54,7 @@ export async function begin(action, given, state, refresh) {
     if (token === null && !(await askToken("The token for actions that this page was started with"))) return;
     const preview = await post(`/api/actions/${action}/preview`, given, state);
     const rows = preview.rows.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` }));
-    const detail = rows.length ? table("What would be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows) : null;
+    const detail = rows.length ? table("What would be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows, "", false, preview.row_count) : null;
     if (!(await ask(NAMES[action], [h("p", { id: "preview" }, preview.text), detail], NAMES[action], DANGEROUS.has(action)))) return;
     const done = await post(`/api/actions/${action}`, { plan: preview.plan, confirmed: true }, state);
     state.told = h("p", { class: "done", role: "status", "data-key": "told" }, done.text);
