@@ -60,9 +60,7 @@ class GroupState:
 
     def add(self, keys: Keys, entry: Entry) -> None:
         key, value, version = entry.key, entry.value, entry.version
-        if key.startswith(
-            keys.checkpoints
-        ):  # these and the owners first: most keys are such
+        if key.startswith(keys.checkpoints):  # these and the owners first: most keys are such
             self.checkpoints[partition_of(key)] = Checkpoint.load(key, value), version
         elif key.startswith(keys.owners):
             self.owners[partition_of(key)] = Owner.load(key, value), version
