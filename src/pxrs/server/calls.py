@@ -259,12 +259,16 @@ RENEWALS: Final = frozenset({"registry.renew"})
 """Calls that run on the pool of renewals."""
 LONG: Final = frozenset({"staging.publish"})
 """Calls that run on the pool of staging, because they may take long."""
+EVENTS: Final = frozenset({"events.record"})
+"""Calls that run on the pool of events."""
 WATCHING: Final = ("topic.subscribe", "topic.unsubscribe", "registry.watch", "registry.unwatch")
 """Calls that belong to a control stream: see `control`."""
 
 
 def pool_of(pools: Pools, name: str) -> ThreadPoolExecutor:
     """The threads on which this call runs."""
+    if name in EVENTS:
+        return pools.events
     return pools.renewals if name in RENEWALS else pools.staging if name in LONG else pools.calls
 
 
