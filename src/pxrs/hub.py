@@ -330,9 +330,7 @@ class Hub:
             settle_s=settle_s,
             poll_s=arguments.seconds(InvalidTopic, "poll_s", poll_s, 0, arguments.DAY_S, above=True),
         )
-        added = self._sources.add(wanted, url, identity, exist_ok=exist_ok)
-        self.record_audit("add_source", source=added.name, source_id=added.id)
-        return added
+        return self._sources.add(wanted, url, identity, exist_ok=exist_ok)
 
     def sources(self) -> list[RegisteredSource]:
         """The registered sources, in the order of their names."""
@@ -361,7 +359,6 @@ class Hub:
         self.check_registry()
         arguments.text(InvalidTopic, "source", name, "its name")
         self._sources.remove(name)
-        self.record_audit("remove_source", source=name)
 
     def readable(self, name: str) -> Source:
         """The topic of this name; without one, the registered source. Raises UnknownTopic, and what `source` raises."""
@@ -471,6 +468,7 @@ class Hub:
         on_progress: called after each piece.
         Raises CopyFailed, UnknownTopic, InvalidTopic, and what the log and the registry raise."""
         from pxrs.copying.starting import copy
+        from pxrs.events.recording import attempted
 
         self.parts.check_usable()
         _check_topic_name(source)
@@ -484,7 +482,14 @@ class Hub:
             raise InvalidTopic(f"{source} cannot be copied into itself")
         written.check_writable()
         hub.join_registry()
-        done = copy(read, written, hub.registry, start, end, may_add=append, on_progress=on_progress)
+        with attempted(hub.parts.events, "copy_topic", topic=source, target=target) as attempt:
+
+            def tell(copied: Copied) -> None:
+                attempt.has_effect = copied.messages > 0
+                if on_progress is not None:
+                    on_progress(copied)
+
+            done = copy(read, written, hub.registry, start, end, may_add=append, on_progress=tell)
         hub.record_audit("copy_topic", topic=source, topic_id=read.id, target=target, messages=done.messages)
         return done
 
@@ -671,7 +676,6 @@ class Hub:
         if not changes:
             raise InvalidQueue(f"{name}: no setting is given to change")
         altered = store.catalog.alter(name, dict(changes))
-        self.record_audit("alter_queue", queue=name, changes={each: str(value) for each, value in changes.items()})
         return self._keep(QueueHandle(store, altered))
 
     def queue(self, name: str) -> QueueHandle:
@@ -691,7 +695,6 @@ class Hub:
     def delete_queue(self, name: str) -> None:
         """Remove a queue and all that is in it. Raises UnknownQueue."""
         self.parts.queue_store().catalog.delete(name)
-        self.record_audit("delete_queue", queue=name)
 
     def transaction(self) -> Transaction:
         """Take and put items of queues, all or nothing. Commits on a clean exit, rolls back on an exception."""

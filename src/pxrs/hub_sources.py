@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import Conflict, GroupActive, NoDirectory, PxrsError, SourceExists, TopicExists, UnknownTopic
+from pxrs.events.recording import attempted
 from pxrs.hub_parts import HubParts
 from pxrs.log.contract import Source
 
@@ -51,7 +52,11 @@ class HubSources:
         log = self._parts.log
         if wanted.name in {*(each.name for each in log.topics()), *(each.name for each in log.damaged_topics())}:
             raise SourceExists(f"{wanted.name} is a topic: choose another name for the source")
-        return self.catalog().add(wanted, url, identity, exist_ok=exist_ok)
+        with attempted(self._parts.events, "add_source", source=wanted.name):
+            added, is_new = self.catalog().add(wanted, url, identity, exist_ok=exist_ok)
+        if is_new:
+            self._parts.events.audit("add_source", source=added.name, source_id=added.id)
+        return added
 
     def remove(self, name: str) -> None:
         """Forget the source. Raises UnknownSource, and GroupActive while a group has members that read it."""
@@ -64,7 +69,9 @@ class HubSources:
                 group, member = readers[0]
                 raise GroupActive(f"source {name} is read by {member} of group {group}: stop its members first")
             try:
-                catalog.remove(record)
+                with attempted(self._parts.events, "remove_source", source=name):
+                    catalog.remove(record)
+                self._parts.events.audit("remove_source", source=name, source_id=record.id)
                 return
             except Conflict:  # another process has registered it anew, and members may read that: look again
                 if attempt == REMOVE_ATTEMPTS_MAX - 1:

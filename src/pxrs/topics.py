@@ -96,7 +96,10 @@ class TopicHandle:
 
         The hub's janitor does it by itself: see `pxrs.upkeep`. Of a topic with `keep_unread`: raises WrongRegistry if
         this process has another registry than the hub, RetentionPostponed if it is not known which one the hub has."""
-        return retention.retain(self._parts, self.log)
+        moved = retention.retain(self._parts, self.log)
+        if moved:
+            self._parts.events.audit("retain", topic=self.name, starts=moved)
+        return moved
 
     def retention_problem(self) -> str | None:
         """Why `retain` removes nothing in this process; None if nothing prevents it."""
@@ -249,11 +252,12 @@ class Topics:
             if each == name:
                 deleted_topics.note(self._parts, identity)
         identity = log.delete_topic(name)
+        # Before the rest, which may fail: the topic is deleted.
+        self._audit("delete_topic", by, topic=name, topic_id=identity)
         if identity in keeping:
             deleted_topics.forget(self._parts, identity)
         deleted_topics.forget_published(self._parts, identity)
         deleted_topics.forget_copies(self._parts, identity)
-        self._audit("delete_topic", by, topic=name, topic_id=identity)
         return identity
 
 

@@ -174,6 +174,11 @@ _AUDIT: Final = (
     ("backup", "the hub was backed up to {target}", ("target", "topics", "messages")),
     ("restore", "the hub was restored from {origin}", ("origin", "topics", "messages")),
     ("repair", "the hub was repaired: {what}", ("what", "topic", "partition")),
+    (
+        "cut_short",
+        "{action} ended with an error, and may have been done in part: {error}",
+        ("action", "group", "queue", "topic", "partition", "source", "target", "error", "error_type"),
+    ),
     ("act_on_page", "{what}, through the web page", ("what",)),
     ("retain", "retention of topic {topic} was applied", ("topic", "starts")),
 )

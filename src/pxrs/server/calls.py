@@ -116,7 +116,11 @@ def _plan_retention(served: Served, given: Given, at: float) -> Result:
 
 
 def _trim(served: Served, given: Given, at: float) -> Result:
-    moved = served.topic(given).trim(given.pairs("starts") or {})
+    topic = served.topic(given)
+    moved = topic.trim(given.pairs("starts") or {})
+    if moved:
+        who = {} if served.caller.who is None else {"who": served.caller.who}
+        served.hub.record_audit("retain", topic=topic.name, starts=moved, **who)
     return {"moved": [list(each) for each in moved.items()]}
 
 

@@ -142,6 +142,24 @@ def test_a_dead_letter_of_a_consumer(hub: Hub) -> None:
     assert [each["offset"] for each in found(hub, "message.dead_lettered")] == [0, 1]
 
 
+def test_messages_of_the_topic_of_events_that_fail_make_no_further_events(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a consumer of `_events` whose handler always fails would never come to the end of it."""
+    hub.create_topic("dead", partitions=1)
+    with hub.consumer("t", "g", until="end") as inbox:
+        list(inbox)
+    count = len(list(hub.events(group="g")))
+    with (
+        caplog.at_level("INFO", "pxrs.events.message"),
+        hub.consumer("_events", "watch", until="end", on_error="dead-letter", dead_letters="dead") as inbox,
+    ):
+        inbox.run(fail)
+    assert len(list(hub.topic("dead").messages(0))) >= count
+    assert found(hub, "message.dead_lettered") == []
+    assert [vars(each).get("event") for each in caplog.records].count("message.dead_lettered") >= count
+
+
 def test_items_of_a_queue_that_die_are_put_back_removed_and_returned(hub: Hub) -> None:
     queue = hub.create_queue("q", ConsumeTimes(1))
     queue.put("a")
