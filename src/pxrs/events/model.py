@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,6 +14,8 @@ EVENT_BYTES_MAX: Final = 16 << 10
 """How long the stored text of one event may be. Long texts in it are shortened."""
 TEXT_CHARACTERS_MAX: Final = 1_000
 """How long a text in an event that is too large may be."""
+ACTION: Final = re.compile("[a-z_]{1,50}")
+"""The names of actions, and the second part of the names of all events."""
 AT_MAX: Final = (1 << 63) - 1
 """The latest time that a message of the log can have, in microseconds since 1970."""
 

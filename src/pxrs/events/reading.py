@@ -58,9 +58,16 @@ def read(log: Log, name: str, wanted: Wanted, check: Callable[[], None], *, foll
     """The events of the internal topic of this name, oldest first. With `follow` it waits for further ones.
 
     check: raises if the hub was closed; called while it waits."""
-    topic = _open(log, name, check, follow=follow)
-    if topic is None:
-        return
+    while (topic := _open(log, name, check, follow=follow)) is not None:
+        try:
+            yield from _read(topic, wanted, check, follow=follow)
+            return
+        except UnknownTopic:  # somebody has deleted it; the next event makes another one
+            if not follow:
+                return
+
+
+def _read(topic: TopicLog, wanted: Wanted, check: Callable[[], None], *, follow: bool) -> Iterator[Event]:
     positions = {number: _first(topic, number, wanted.since_us) for number in range(topic.partitions)}
     while True:
         before = dict(positions)

@@ -1,4 +1,4 @@
-"""`EventWriter`: the recorder of an open hub. It logs events, and gives them to the lane of their topic (`lane.py`).
+"""`EventWriter`: the recorder of an open hub. It logs events, and gives them to the buffer of their topic.
 
 Whoever records an event takes a lock for a moment and returns: no caller waits for a disk or a server. The writer
 refers to the log and not to the hub: a hub that nobody uses any more closes itself, and with it the writer.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from pxrs.events.lane import Lane
+from pxrs.events.buffer import EventBuffer
 from pxrs.events.model import Event, Json
 from pxrs.events.recording import log_event, now_us, user
 from pxrs.events.storing import EventStore
@@ -35,8 +35,8 @@ class EventWriter:
     ) -> None:
         """url: of the log, for messages. now_us: gives the time of day in microseconds since 1970."""
         self._url, self._now_us = url, now_us
-        self._events = Lane(EVENTS_TOPIC, store, url, self._record_dropped, buffer_max=buffer_max)
-        self._audit = Lane(AUDIT_TOPIC, store, url, self._record_dropped, buffer_max=buffer_max)
+        self._events = EventBuffer(EVENTS_TOPIC, store, url, self._record_dropped, buffer_max=buffer_max)
+        self._audit = EventBuffer(AUDIT_TOPIC, store, url, self._record_dropped, buffer_max=buffer_max)
         self._pid = os.getpid()
 
     def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: Json) -> None:
@@ -57,29 +57,29 @@ class EventWriter:
 
     def withdraw(self, events: Collection[Event]) -> None:
         """Do not store these events that `keep` was given, unless that has begun."""
-        for lane in (self._events, self._audit):
-            lane.withdraw(events)
+        for buffer in (self._events, self._audit):
+            buffer.withdraw(events)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all events recorded so far are stored, or dropped for good. False if the time is up."""
         until = time.monotonic() + timeout_s
-        # `_audit` first: what it has dropped becomes an event of the other lane.
-        return all(lane.flush(max(0.0, until - time.monotonic())) for lane in (self._audit, self._events))
+        # `_audit` first: what it has dropped becomes an event of the other buffer.
+        return all(buffer.flush(max(0.0, until - time.monotonic())) for buffer in (self._audit, self._events))
 
     def close(self) -> None:
         """Store what is in the buffers, for at most CLOSE_S, and end the threads. May be called again."""
         if os.getpid() != self._pid:
             return
         until = time.monotonic() + CLOSE_S
-        lanes = (self._audit, self._events)
-        for lane in lanes:
-            lane.begin_close()
-        left = sum([lane.close(max(0.0, until - time.monotonic())) for lane in lanes])
+        buffers = (self._audit, self._events)
+        for buffer in buffers:
+            buffer.begin_close()
+        left = sum([buffer.close(max(0.0, until - time.monotonic())) for buffer in buffers])
         if left:
             _logger.warning("%s of %s were not stored", counted(left, "event"), self._url, extra={"hub": self._url})
 
     def _record_dropped(self, count: int) -> None:
-        """Called by the threads of the lanes. The event is stored although the buffer may be full again."""
+        """Called by the threads of the buffers. The event is stored although the buffer may be full again."""
         event = Event("events.dropped", self._now_us(), {"count": count, "reason": "the buffer was full"})
         log_event(event)
         self._events.put(event, is_forced=True)

@@ -122,10 +122,11 @@ class Reporter(Reports):
     # Fields.
 
     def _who(self) -> dict[str, Json]:
-        return {"group": self._group, "member": self._member, "incarnation": self._incarnation}
+        return {"group": self._group, "member": self._member, "incarnation": self.incarnation}
 
     @property
-    def _incarnation(self) -> str | None:
+    def incarnation(self) -> str | None:
+        """Of the member, since it last joined, or is about to; None before that."""
         return None if self._protocol is None else self._protocol.incarnation
 
     def place(self, place: TopicPartition) -> dict[str, Json]:
@@ -134,12 +135,13 @@ class Reporter(Reports):
         return {"group": self._group, "topic": self._names.get(id, id), "topic_id": id, "partition": partition}
 
     def lane(self, lane: Lane) -> dict[str, Json]:
-        """The fields that name a partition, and this member as its owner."""
+        """The fields that name a partition, and this member as its owner, in the incarnation that claimed it: the
+        member may have joined anew since."""
         protocol = self._protocol
         place = {"group": self._group, "partition": lane.partition}
         if protocol is not None:
             place = self.place(protocol.place(lane.partition))
-        return {**place, "epoch": lane.epoch, "member": self._member, "incarnation": self._incarnation}
+        return {**place, "epoch": lane.epoch, "member": self._member, "incarnation": lane.incarnation}
 
 
 def _from(past: tuple[Earlier, ...]) -> Earlier | None:

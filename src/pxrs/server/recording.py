@@ -11,7 +11,7 @@ import threading
 from typing import Final
 
 from pxrs.errors import InvalidArgument, ServerBusy
-from pxrs.events.model import EVENT_BYTES_MAX, Event
+from pxrs.events.model import ACTION, EVENT_BYTES_MAX, Event
 from pxrs.server.auth.gate import Caller
 from pxrs.server.given import Given
 from pxrs.server.served import Result, Served
@@ -20,7 +20,7 @@ EVENTS_MAX: Final = 1_000
 """How many events one call may have."""
 STORED_S: Final = 4.0
 """How long a call may take from its arrival until its events are stored. The client waits for a little longer."""
-_NAME: Final = re.compile(r"[a-z]+\.[a-z_]{1,50}")
+_NAME: Final = re.compile(rf"[a-z]+\.{ACTION.pattern}")
 
 
 def record(served: Served, given: Given, at: float) -> Result:

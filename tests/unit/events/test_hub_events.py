@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ import pxrs
 from pxrs.errors import Closed, InvalidArgument, InvalidTopic, UnknownTopic
 from pxrs.events import Event
 from pxrs.events.recording import user
+from pxrs.testing.waiting import aside
 
 WAIT_S = 20.0
 
@@ -107,6 +109,25 @@ def test_an_event_makes_no_hub_where_there_is_none(tmp_path: Path) -> None:
 def test_a_wrong_since_is_refused(since: object) -> None:
     with pxrs.open("memory:") as hub, pytest.raises(InvalidArgument, match="since is"):
         hub.events(since=since)  # type: ignore[arg-type]
+
+
+def test_who_follows_goes_on_with_the_topic_that_is_made_again(at: str) -> None:
+    with pxrs.open(at) as hub:
+        hub.create_topic("orders", partitions=1)
+        following = hub.audit(follow=True)
+        assert next(following).fields["topic"] == "orders"
+        coming = aside(lambda: next(following))
+        hub.delete_topic("_audit")
+        assert coming.result(20).name == "audit.delete_topic"
+
+
+@pytest.mark.parametrize("action", ["", "Deploy", "a.b", "x" * 60, 7])
+def test_an_action_that_no_server_would_take_is_refused_at_once(action: Any) -> None:
+    with pxrs.open("memory:") as hub:
+        with pytest.raises(InvalidArgument, match="action"):
+            hub.record_audit(action)
+        hub.record_audit("rolled_out", version=2)
+        assert [each.fields["version"] for each in hub.audit()] == [2]
 
 
 def test_the_topic_of_events_may_be_deleted_and_is_made_again(at: str) -> None:

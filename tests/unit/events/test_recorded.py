@@ -115,6 +115,28 @@ def test_a_member_whose_lease_has_ended(hub: Hub) -> None:
         eventually(lambda: len(found(hub, "member.joined")) == 2)
 
 
+def test_what_a_handler_of_a_lost_partition_does_is_told_of_the_incarnation_that_owned_it(hub: Hub) -> None:
+    """The member loses its lease and joins again while a handler is at work, which then fails."""
+    send(hub)
+    with hub.consumer("t", "g", name="anna", on_error="retry", retries_max=1, retry_pause=0) as anna:
+
+        def fail_late(message: Message) -> None:
+            if message.epoch == 1:
+                assert anna._member.lease is not None
+                anna._member.lease.close()
+                anna._member.wake()
+                eventually(lambda: len(found(hub, "member.joined")) == 2)
+                fail(message)
+            anna.stop()
+
+        anna.run(fail_late)
+    first, second = (each["incarnation"] for each in found(hub, "member.joined"))
+    (retried,) = found(hub, "message.retried")
+    assert (retried["epoch"], retried["incarnation"]) == (1, first)
+    assert {each["incarnation"] for each in found(hub, "partition.lost")} == {first}
+    assert second != first
+
+
 def test_a_message_that_fails_pauses_its_partition_until_it_is_tried_again_and_skipped(hub: Hub) -> None:
     send(hub)
     with hub.consumer("t", "g", name="anna", on_error="retry", retries_max=1, retry_pause=0) as anna:

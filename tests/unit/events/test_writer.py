@@ -11,7 +11,7 @@ import pytest
 
 import pxrs
 from pxrs.errors import AppendFailed, LogNotWritable, NotPermitted
-from pxrs.events.lane import REFUSALS_MAX
+from pxrs.events.buffer import REFUSALS_MAX
 from pxrs.events.model import EVENT_BYTES_MAX, Event
 from pxrs.events.storing import EventStore
 from pxrs.events.writer import EventWriter

@@ -1,18 +1,18 @@
-"""`Lane`: the way of events into one internal topic: a bounded buffer, and one thread that stores what is in it.
+"""`EventBuffer`: the events that wait to be stored in one internal topic, at most so many, and the thread that does it.
 
-`_events` and `_audit` have a lane each. So an outage of one topic, or thousands of events of a rebalance, neither delay
-nor drop what administrators did, and no event is stored again because storing others failed.
+`_events` and `_audit` have a buffer each. So an outage of one topic, or thousands of events of a rebalance, neither
+delay nor drop what administrators did, and no event is stored again because storing others failed.
 
-    what happens                          what the lane does
+    what happens                          what the buffer does
     -----------------------------------   ---------------------------------------------------------------------
-    the buffer is full                    drops the event, counts it, and logs that once until there is room
+    it is full                            drops the event, counts it, and logs that once until there is room
     storing fails, as on a full disk      logs an outage, and tries again after a pause that doubles each time
     the server refuses an event           stores the others of the batch one by one, and drops the refused ones;
                                           after REFUSALS_MAX in a row it keeps no further events
     the hub has no directory (yet)        drops the events; the log still has them
     this process may not write            logs that once, and keeps no further events (the log still has them)
     events were dropped, and it works     calls `on_dropped` with their number
-    `close`                               stores what is in the buffer, for at most the time that it is given
+    `close`                               stores what is in it, for at most the time that it is given
 
 The thread starts with the first event and ends after IDLE_S seconds without one, so that an idle hub has no thread.
 """
@@ -53,13 +53,13 @@ class _Waiting(NamedTuple):
     on_stored: Callable[[], None] | None
 
 
-class Lane:
+class EventBuffer:
     """Any thread may call it."""
 
     def __init__(
         self, name: str, store: EventStore, url: str, on_dropped: Callable[[int], None], *, buffer_max: int
     ) -> None:
-        """name: of the topic. url: of the log, for messages. on_dropped: called on the thread of the lane."""
+        """name: of the topic. url: of the log, for messages. on_dropped: called on the thread of the buffer."""
         self._name, self._store, self._url = name, store, url
         self._on_dropped, self._buffer_max = on_dropped, buffer_max
         self._condition = threading.Condition()
