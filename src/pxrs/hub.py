@@ -402,6 +402,7 @@ class Hub:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         former, now = self.parts.belonging.adopt(topic.id for topic in self.log.topics())
         self.record_audit("adopt_registry", registry=now, former=former)
+        self.parts.events.record("hub.adopted_registry", registry=now, former=former)
         return former, now
 
     def alter_topic(self, name: str, **changes: Unpack[TopicChanges]) -> TopicHandle:

@@ -103,7 +103,7 @@ class Chaos(ExitStack):
         begun = [self.start() for _ in range(first)]
         # So that the events do not go to processes that are starting: it takes some as long as several events.
         self.eventually(
-            lambda: {each.name for each in begun if each.is_running} <= members(hub.registry, "g"),
+            lambda: not begun or {each.name for each in begun if each.is_running} <= members(hub.registry, "g"),
             lambda: "the first members do not join",
         )
         for _ in range(events):

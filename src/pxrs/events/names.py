@@ -18,6 +18,9 @@ OWNER: Final = (*PLACE, "epoch", "member", "incarnation")
 FOUND: Final = ("past",)
 """What the change found: the owners before it, the last one last, each as `[epoch, incarnation, member]`."""
 
+ADOPTED_REGISTRY: Final = "hub.adopted_registry"
+"""Owners by epoch that earlier events tell of are those of another registry."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -139,6 +142,11 @@ _EVENTS: Final = (
         "item.returned",
         "queue {queue}: {count} items of taker {taker}, which is gone, came back",
         ("queue", "queue_id", "taker", "count", "items"),
+    ),
+    Kind(
+        ADOPTED_REGISTRY,
+        "the hub belongs to the registry {registry} now: the epochs of its groups are those of that registry",
+        ("registry", "former"),
     ),
     Kind(
         "upkeep.round",

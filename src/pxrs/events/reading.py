@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from pxrs.errors import InvalidArgument, OffsetTrimmed, UnknownTopic
 from pxrs.events.model import Event
+from pxrs.events.names import ADOPTED_REGISTRY
 from pxrs.log.contract import Log, TopicLog, wait_for_messages
 from pxrs.model import microseconds_of
 
@@ -31,6 +32,8 @@ class Wanted(NamedTuple):
         fields = event.fields
         if self.since_us is not None and event.at < self.since_us:
             return False
+        if event.name == ADOPTED_REGISTRY:  # concerns all groups and topics
+            return True
         if self.group is not None and fields.get("group") != self.group:
             return False
         return self.topic is None or self.topic in (fields.get("topic"), *_names(fields.get("topics")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,21 @@ def test_upkeep_tells_of_the_owners_of_a_group_that_a_killed_process_has_deleted
     assert told(hub) == [(1, "anna"), (2, "")]
     hub.run_upkeep()
     assert told(hub) == [(1, "anna"), (2, ""), (3, "")]
+
+
+def test_the_history_begins_anew_when_the_hub_is_given_to_another_registry(tmp_path: Path) -> None:
+    """There the epochs begin at 1 again, and are no duplicates of those in the former registry."""
+    with pxrs.open(tmp_path / "hub", upkeep=False) as hub:
+        hub.create_topic("t", partitions=1)
+        own(hub, "anna", is_killed=False)
+        own(hub, "bert", is_killed=False)
+    with pxrs.open(tmp_path / "hub", f"sqlite:///{tmp_path}/registry.db", upkeep=False) as hub:
+        hub.adopt_registry()
+        own(hub, "cleo", is_killed=True)
+        hub.run_upkeep()
+        assert told(hub) == [(1, "cleo"), (2, "")]
+        own(hub, "dora", is_killed=False)
+        assert told(hub) == [(1, "cleo"), (2, ""), (3, "dora"), (4, "")]
 
 
 def claim(hub: Hub, group: str, count: int) -> None:

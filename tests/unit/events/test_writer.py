@@ -17,6 +17,7 @@ from pxrs.events.storing import EventStore
 from pxrs.events.writer import EventWriter
 from pxrs.log.memory import MemoryLog
 from pxrs.model import EVENTS_TOPIC
+from pxrs.testing.waiting import aside, eventually
 
 WAIT_S = 20.0
 
@@ -186,13 +187,16 @@ def test_close_stores_what_waits_and_the_callback_tells_that_it_is_stored(
 ) -> None:
     told: list[str] = []
     writer = make()
-    writer.record("member.joined", lambda: told.append("stored"), group="g", member="m")
+    writer.record("member.joined", lambda: told.append("first"), group="g", member="m")
+    assert store.entered.acquire(timeout=WAIT_S)  # it is being stored
+    writer.record("member.left", lambda: told.append("second"), group="g", member="m")
     assert told == []
+    closing = aside(writer.close)
+    eventually(lambda: not writer.keep(Event("member.joined", 1, {"member": "late"})))
     store.is_free.set()
-    writer.close()
-    assert (told, [each.name for each in store.stored]) == (["stored"], ["member.joined"])
-    writer.record("member.left", group="g", member="m")
-    assert len(store.stored) == 1
+    closing.result(WAIT_S)
+    assert told == ["first", "second"]
+    assert [each.name for each in store.stored if each.fields["member"] == "m"] == ["member.joined", "member.left"]
 
 
 def test_one_event_is_one_line_of_the_log_with_its_name_and_fields(caplog: pytest.LogCaptureFixture) -> None:
