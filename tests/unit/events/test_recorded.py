@@ -115,6 +115,27 @@ def test_a_member_whose_lease_has_ended(hub: Hub) -> None:
         eventually(lambda: len(found(hub, "member.joined")) == 2)
 
 
+def test_a_member_whose_handler_makes_no_progress_and_one_that_ends_because_of_an_error(hub: Hub) -> None:
+    send(hub)
+    with hub.consumer("t", "slow", name="anna", progress_timeout=0.05, on_error="raise") as anna:
+
+        def wait(message: Message) -> None:
+            eventually(lambda: found(hub, "member.stuck"))
+            anna.stop()
+
+        anna.run(wait)
+    (stuck,) = found(hub, "member.stuck")
+    assert (stuck["group"], stuck["member"], stuck["seconds"]) == ("slow", "anna", 0.05)
+
+    def refuse(assigned: object) -> None:
+        raise ValueError("not these")
+
+    with pytest.raises(ValueError, match="not these"), hub.consumer("t", "g", name="bert", on_assigned=refuse) as bert:
+        next(iter(bert))
+    (failed,) = found(hub, "member.failed")
+    assert (failed["member"], failed["error"], failed["error_type"]) == ("bert", "not these", "ValueError")
+
+
 def test_what_a_handler_of_a_lost_partition_does_is_told_of_the_incarnation_that_owned_it(hub: Hub) -> None:
     """The member loses its lease and joins again while a handler is at work, which then fails."""
     send(hub)

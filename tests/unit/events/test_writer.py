@@ -136,6 +136,16 @@ def test_a_process_that_may_record_nothing_asks_only_so_often(make: Callable[...
     assert not writer.keep(Event("member.joined", 1, {"member": "n"}))
 
 
+def test_a_forked_child_only_logs(make: Callable[..., EventWriter], store: Gated) -> None:
+    store.is_free.set()
+    writer = make()
+    setattr(writer, "_pid", -1)  # noqa: B010 - as the child finds it, which has another process id
+    writer.record("member.joined", group="g", member="m")
+    writer.close()
+    assert store.stored == []
+    assert not writer.keep(Event("member.joined", 1, {}))
+
+
 def test_events_that_are_withdrawn_are_not_stored(make: Callable[..., EventWriter], store: Gated) -> None:
     writer = make()
     first, second, third = (Event("member.joined", 1, {"member": "m"}) for _ in range(3))
