@@ -108,7 +108,7 @@ class LedgerWriter:
         self.stopped: Stop | None = None
         self._slots = [Slot(node, 0, number) for number, node in enumerate(record.fragments[0].nodes)]
         self._by_node = {slot.node: position for position, slot in enumerate(self._slots) if slot.node is not None}
-        self._tenures = len(self._slots)
+        self._tenures = len(self._slots) - 1
         self._acks: dict[int, int] = {}
         """By entry that is not forgotten: the positions that have acknowledged it, as bits."""
         self._awaited: dict[int, int] = {}

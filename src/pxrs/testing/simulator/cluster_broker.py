@@ -39,6 +39,13 @@ class SimulatedBroker:
     def make_owned(self, partition: Partition) -> OwnedPartition:
         return OwnedPartition(self, partition)
 
+    @property
+    def is_busy(self) -> bool:
+        return any(owned.phase in ("recovering", "serving") for owned in self.owned.values())
+
+    def phases(self) -> list[tuple[Partition, str]]:
+        return [(partition, owned.phase) for partition, owned in self.owned.items()]
+
     def die(self) -> None:
         self.is_dead = True
 
@@ -56,6 +63,8 @@ class OwnedPartition:
         self.owner, self.owner_version = OwnerRecord(), 0
         self.recovery: Recovery | None = None
         self.writer: LedgerWriter | None = None
+        self.was_fenced: LedgerWriter | None = None
+        """The writer that was last told that its ledger is fenced."""
         self.producers = Producers()
         self.base = 0
         self.confirmed = -1
@@ -145,7 +154,9 @@ class OwnedPartition:
             self.enter("recovering")
             record, version = records[-1]
             window = self.world.rng.choice((1, 2, 4))
-            self.recovery = self.world.defects.recovery(record, version, self.owner.epoch, window=window)
+            self.recovery = self.world.defects.recovery(
+                record, version, self.owner.epoch, window=window, abandoned=self.world.given_up(record)
+            )
             self.perform_recovery(self.recovery.start())
         else:
             self.enter("replaying")
@@ -334,6 +345,8 @@ class OwnedPartition:
         writer = self.writer
         assert writer is not None
         for action in actions:
+            if writer is self.was_fenced and not isinstance(action, Stop):
+                self.world.ghost.fail("C1 fenced is the end", self.broker.name, action)
             match action:
                 case Send(node, tenure, entry, lac):
                     head = self.bodies[entry][0]
@@ -357,6 +370,7 @@ class OwnedPartition:
 
     def is_answered(self, writer: LedgerWriter, node: str, tenure: int, entry: int, reply: Any) -> None:
         if isinstance(reply, LedgerFenced):
+            self.was_fenced = writer
             self.is_fenced(writer, node, tenure)
         elif isinstance(reply, LedgerRemoved):
             self.perform(writer.failed(node, tenure, is_lasting=True))

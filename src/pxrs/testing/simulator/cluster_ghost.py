@@ -79,7 +79,9 @@ class ClusterGhost:
         if partition[0] in self.deleted:
             return
         if self.stored.get((partition, origin)) != offset:
-            self.fail("P3 told the truth", origin, "was told", offset, "and is at", self.stored.get((partition, origin)))
+            self.fail(
+                "P3 told the truth", origin, "was told", offset, "and is at", self.stored.get((partition, origin))
+            )
         self.told[partition, origin] = offset
 
     # Records and copies.
@@ -99,8 +101,9 @@ class ClusterGhost:
             self.lasts[after.id] = after.last
             if after.topic_id not in self.deleted and after.last < self.confirmed.get(after.id, -1):
                 self.fail("P5 acknowledged entries survive", after.id, "ends at", after.last)
-        if after.is_closed and after.last is not None:
-            for entry in range(after.last + 1):
+        if after.topic_id not in self.deleted:
+            last = after.last if after.last is not None else self.confirmed.get(after.id, -1)
+            for entry in range(last + 1):
                 self.check_copies(after, entry, "C1 Qa copies")
 
     def check_copies(self, record: LedgerRecord, entry: int, rule: str) -> None:
@@ -142,11 +145,12 @@ class ClusterGhost:
         """Nothing happens any more: every ledger has all its copies, and nothing is left that no record names."""
         world = self.world
         for record, _ in world.registry.ledgers():
-            nodes = [machine.core.node for machine in world.machines]
-            count = min(record.quorum.write_quorum, len(nodes))
+            count = min(record.quorum.write_quorum, len(world.machines))
             if record.is_closed and record.last is not None:
                 for entry in range(record.last + 1):
-                    kept = [node for _, node in record.nodes_of(entry) if node and self.is_on_disk(node, record.id, entry)]
+                    kept = [
+                        node for _, node in record.nodes_of(entry) if node and self.is_on_disk(node, record.id, entry)
+                    ]
                     if len(kept) < count:
                         self.fail("P6 all copies", "entry", entry, "of", record.id, "is on", kept)
             elif world.registry.get(owner_key(record.topic_id, record.partition)).value.epoch != record.epoch:

@@ -131,7 +131,7 @@ class Machine:
         self.tail += outcome.append
         if self.tail and not self.is_syncing:
             self.is_syncing = True
-            self.world.post(partial(self.sync, self.run))
+            self.world.delay(partial(self.sync, self.run))
         if outcome.is_after_sync and self.tail:
             self.replies.append((outcome.reply, on_reply, on_failure))
         else:
@@ -156,13 +156,13 @@ class Machine:
 
     def collect(self) -> None:
         """List the ledgers; then, at a later moment, read their records; then remove."""
-        self.world.post(partial(self.look, self.run, self.core.ledgers()))
+        self.world.delay(partial(self.look, self.run, self.core.ledgers()))
 
     def look(self, run: int, listed: list[tuple[str, int]]) -> None:
         for ledger, mark in listed if run == self.run and self.is_up else ():
             record: LedgerRecord | None = self.world.registry.get(ledger_key(ledger)).value
             if record is None or self.core.node not in record.named:
-                self.world.post(partial(self.remove, run, ledger, mark))
+                self.world.delay(partial(self.remove, run, ledger, mark))
 
     def remove(self, run: int, ledger: str, mark: int) -> None:
         if run != self.run or not self.is_up:

@@ -83,7 +83,7 @@ class SimulatedRegistry:
         self, expect: Mapping[str, int], put: Mapping[str, Any], *, lease: str | None = None, absent: str = ""
     ) -> int | None:
         """The new version, or None if an expectation is not met. absent: a broker whose lease must have ended."""
-        if lease is not None and lease not in self.leases or absent in self.leases:
+        if (lease is not None and lease not in self.leases) or absent in self.leases:
             return None
         if any(self.get(key).version != version for key, version in expect.items()):
             return None
@@ -112,11 +112,15 @@ class ClusterSchedule:
         self.early = rng.choice((0.0, 0.03))
         """How often a request fails for its sender although its message and reply are only late."""
         self.unknown = rng.choice((0.0, 0.1, 0.3))
+        self.slow = rng.choice((0.0, 0.05, 0.2))
+        """How often something takes so long that everything else goes on meanwhile."""
         self.spread = rng.choice((1, 3, 8, 30))
         """Among how many of the oldest events the next one is chosen."""
         self.registry = SimulatedRegistry()
         self.machines: list[Machine] = []
         self.waiting: list[Event] = []
+        self.held: list[Event] = []
+        """Events that take long; `release` lets them wait with the others."""
         self.bodies: dict[int, Any] = {}
         """By checksum: the bytes of an entry."""
         self.lost_nodes: set[str] = set()
@@ -140,6 +144,17 @@ class ClusterSchedule:
     def post(self, event: Event) -> None:
         self.waiting.append(event)
 
+    def delay(self, event: Event) -> None:
+        """An event that may take long."""
+        if not self.is_calm and self.rng.random() < self.slow:
+            self.held.append(event)
+        else:
+            self.waiting.append(event)
+
+    def release(self) -> None:
+        for _ in range(min(len(self.held), 2)):
+            self.waiting.append(self.held.pop(int(self.rng.random() * len(self.held))))
+
     def happen(self) -> bool:
         """Let one of the events happen that wait; False if there is none."""
         waiting = self.waiting
@@ -158,9 +173,9 @@ class ClusterSchedule:
             if fail is not None:
                 self.waiting.append(fail)
             return
-        self.waiting.append(deliver)
+        self.delay(deliver)
         if roll > 1.0 - self.doubled:
-            self.waiting.append(deliver)
+            self.delay(deliver)
         elif roll > 1.0 - self.doubled - self.early and fail is not None:
             self.waiting.append(fail)
 
@@ -197,9 +212,11 @@ class ClusterSchedule:
             if not is_lost:
                 self.post(partial(on_done, version))
 
-        self.post(apply)
         if is_lost:
-            self.post(on_unknown)
+            self.delay(apply)
+            self.delay(on_unknown)
+        else:
+            self.post(apply)
 
     # Storage nodes.
 
@@ -212,6 +229,15 @@ class ClusterSchedule:
         nodes = [machine.core.node for machine in self.machines if machine.is_up]
         self.rng.shuffle(nodes)
         return nodes
+
+    def given_up(self, record: LedgerRecord) -> set[str]:
+        """In the calm, an operator abandons the lost nodes of a ledger that cannot be recovered with them (C6). A
+        record may name more lost nodes than a quorum allows if a disk is lost while the commit that names its node is
+        under way; nothing was confirmed by such a node."""
+        lost = [self.lost_nodes.intersection(filter(None, fragment.nodes)) for fragment in record.fragments]
+        if not self.is_calm or all(len(each) < self.quorum.ack_quorum for each in lost):
+            return set()
+        return set().union(*lost)
 
     def read(self, record: LedgerRecord, entry: int, nodes: list[str] | None = None) -> Any:
         """The body of an entry, from whichever of its nodes serves it now; None if none does."""

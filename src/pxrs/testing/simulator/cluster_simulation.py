@@ -22,13 +22,15 @@ from pxrs.testing.simulator.cluster_tending import Deletion, Repairer, Simulated
 from pxrs.testing.simulator.ghost import Violation
 
 CALM_STEPS_MAX: Final = 20_000
-TICKS: Final = ("broker", "broker", "broker", "producer", "producer", "producer", "repair", "garbage", "faults")
+TICKS: Final = (
+    *("broker", "broker", "broker", "producer", "producer", "producer", "producer"),
+    *("release", "release", "repair", "garbage", "faults", "faults"),
+)
+FAULTS: Final = ("crash", "crash", "crash", "disk", "disk", "lease", "lease", "lease", "broker", "broker", "notice")
 
 
 class ClusterSimulation(ClusterSchedule):
-    def __init__(
-        self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350, trace: int = 0
-    ) -> None:
+    def __init__(self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350, trace: int = 0) -> None:
         """`trace` is how many of the last events are kept, to be shown."""
         super().__init__(seed, defects, trace=trace)
         self.steps_max = steps
@@ -44,8 +46,8 @@ class ClusterSimulation(ClusterSchedule):
         self.has_deletion = rng.random() < 0.2
         self.brokers = [self.new_broker(), self.new_broker()]
         self.producers = [
-            SimulatedProducer(self, number, self.partitions[number % len(self.partitions)], rng.choice((2, 4, 6)))
-            for number in range(rng.choice((1, 2, 3)))
+            SimulatedProducer(self, number, self.partitions[number % len(self.partitions)], rng.choice((2, 3, 5)))
+            for number in range(rng.choice((2, 3, 5)))
         ]
         self.repairers = [Repairer(self), Repairer(self)]
         self.tick_rate = rng.choice((0.1, 0.25))
@@ -77,6 +79,8 @@ class ClusterSimulation(ClusterSchedule):
             case "producer":
                 broker = brokers[int(rng.random() * len(brokers))]
                 self.producers[int(rng.random() * len(self.producers))].tick(broker)
+            case "release":
+                self.release()
             case "repair":
                 self.repairers[int(rng.random() * 2)].tick()
             case "garbage":
@@ -88,7 +92,7 @@ class ClusterSimulation(ClusterSchedule):
                 self.deletion.tick()
             case "faults":
                 if rng.random() < self.fault_rate:
-                    self._fail(rng.choice(("crash", "crash", "crash", "disk", "disk", "lease", "lease", "broker", "notice")))
+                    self._fail(rng.choice(FAULTS))
                 for machine in self.machines:
                     if not machine.is_up and rng.random() < 0.5:
                         machine.start()
@@ -99,25 +103,29 @@ class ClusterSimulation(ClusterSchedule):
             self.deletion.begin()
         match kind:
             case "crash":
-                self._crash(self.machines[int(rng.random() * len(self.machines))])
+                # Those with something to lose matter most.
+                unsynced = [machine for machine in self.machines if machine.tail and machine.is_up]
+                self._crash(rng.choice(unsynced if unsynced and rng.random() < 0.7 else self.machines))
             case "disk":
                 machine = self.machines[int(rng.random() * len(self.machines))]
                 if self.may_lose(machine.core.node):
                     self._crash(machine)
                     machine.lose_disk(older=bool(machine.copies) and rng.random() < 0.6)
-            case "lease":
-                broker = self.brokers.pop(int(rng.random() * len(self.brokers)))
-                self.note("the lease of", broker.name, "ends")
+            case "lease" | "broker":
+                # A broker that writes or recovers has something to lose.
+                busy = [each for each in self.brokers if each.is_busy]
+                broker = rng.choice(busy if busy and rng.random() < 0.7 else self.brokers)
+                self.note("the lease of", broker.name, "ends" if kind == "lease" else "ends; it crashes")
+                self.brokers.remove(broker)
                 self.registry.leases.discard(broker.name)
-                self.stopped.append(broker)
+                if kind == "lease":
+                    self.stopped.append(broker)
+                else:
+                    broker.die()
                 self.brokers.append(self.new_broker())
-            case "broker":
-                broker = self.brokers.pop(int(rng.random() * len(self.brokers)))
-                self.note(broker.name, "crashes")
-                broker.die()
-                self.registry.leases.discard(broker.name)
-                self.brokers.append(self.new_broker())
-            case "notice" if self.stopped and rng.random() < 0.4:
+                for partition in self.partitions:
+                    self.post(self.brokers[0].owned[partition].tick)
+            case "notice" if self.stopped and rng.random() < 0.3:
                 self.stopped.pop(0).die()
 
     def _crash(self, machine: Machine) -> None:
@@ -145,6 +153,7 @@ class ClusterSimulation(ClusterSchedule):
         for broker in self.stopped:
             broker.die()
         self.stopped = []
+        self.waiting += self.held
         for _ in range(CALM_STEPS_MAX):
             self.steps += 1
             if self.happen():
@@ -164,7 +173,9 @@ class ClusterSimulation(ClusterSchedule):
                 machine.collect()
             self.deletion.tick()
         else:
-            self.ghost.fail("P5 comes to rest", [(b.name, p, o.phase) for b in self.brokers for p, o in b.owned.items()])
+            self.ghost.fail(
+                "P5 comes to rest", [(b.name, p, o.phase) for b in self.brokers for p, o in b.owned.items()]
+            )
         self.ghost.check_rest()
 
     def _is_at_rest(self) -> bool:
@@ -189,7 +200,6 @@ class ClusterSimulation(ClusterSchedule):
                 if not self.ghost.is_whole(partition, chain):
                     return False
         return True
-
 
     def _is_written(self, partition: Partition) -> bool:
         return any(broker.owned[partition].phase == "serving" for broker in self.brokers)

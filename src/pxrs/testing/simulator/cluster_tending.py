@@ -1,4 +1,4 @@
-"""The other processes of a simulated cluster: producers, those who repair ledgers, retention, the deletion of a topic."""
+"""The other processes of a simulated cluster: producers, repairs of ledgers, retention, the deletion of a topic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class SimulatedProducer:
         self.world.send(lambda: broker.owned[self.partition].append(origin, rows, answer), partial(answer, None))
 
     def reply(self, number: int, origin: tuple[int, int], offset: int | None) -> None:
-        self.world.send(partial(self.is_answered, number, origin, offset), partial(self.is_answered, number, origin, None))
+        self.world.send(
+            partial(self.is_answered, number, origin, offset), partial(self.is_answered, number, origin, None)
+        )
 
     def is_answered(self, number: int, origin: tuple[int, int], offset: int | None) -> None:
         if number != self.tries or not self.is_waiting:
@@ -61,7 +63,7 @@ class Repairer:
     def tick(self) -> None:
         """Begin a repair; one that is under way is given up now and then."""
         world = self.world
-        if self.repair is not None and not self.repair.ended and (world.is_calm or world.rng.random() < 0.8):
+        if self.repair is not None and not self.repair.ended and world.rng.random() < (0.95 if world.is_calm else 0.8):
             return
         live = {*world.live_nodes()}
         # A node that is down may come back; whoever repairs waits for a while, and not for ever.
