@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pxrs.cluster.copies import (
@@ -26,6 +26,13 @@ def closed(nodes: tuple[str | None, ...] = ("a", "b", "c"), *, is_complete: bool
     return opened.closed(last, 3, size=0, stored_at=0, is_complete=is_complete)
 
 
+def proposed(actions: Sequence[object]) -> Change:
+    """The change that is the only action."""
+    (change,) = actions
+    assert isinstance(change, Change)
+    return change
+
+
 def repair(record: LedgerRecord, live: str, spares: str = "", **options: Any) -> tuple[Repair, list[Any]]:
     made = Repair(record, 5, {*live}, [*spares], **options)
     return made, made.start()
@@ -46,12 +53,13 @@ def test_p6_what_lacks_copies_is_visible() -> None:
 
 
 def test_p6_a_spare_is_named_filled_and_only_then_given_its_place() -> None:
-    work, ((joined, expect),) = repair(closed(), "abd", "abd", at_once=2)
+    work, actions = repair(closed(), "abd", "abd", at_once=2)
+    joined, expect = proposed(actions)
     assert (joined.joining, joined.fragments, expect) == ((Joining("d", 0, 2),), closed().fragments, 5)
     assert work.committed(6) == [ListEntries("d")]
     assert work.listed("d", [1]) == [CopyEntry(0, ("a", "b", "c"), "d", 0), CopyEntry(2, ("a", "b", "c"), "d", 0)]
     assert work.copied("d", 0) == [] == work.copied("d", 0), "a reply may come twice"
-    ((changed, expect),) = work.copied("d", 2)
+    changed, expect = proposed(work.copied("d", 2))
     assert (changed.fragments, changed.joining, expect) == ((Fragment(0, ("a", "b", "d")),), (), 6)
     assert work.committed(7) == [Repaired(changed, 7, ())]
 
@@ -59,7 +67,7 @@ def test_p6_a_spare_is_named_filled_and_only_then_given_its_place() -> None:
 def test_a_repair_goes_on_with_a_node_that_an_earlier_one_has_named() -> None:
     work, actions = repair(closed().with_joining([Joining("e", 0, 2)]), "abde", "de")
     assert actions == [ListEntries("e")]
-    ((changed, _),) = work.listed("e", [0, 1, 2])
+    changed = proposed(work.listed("e", [0, 1, 2])).record
     assert changed.fragments == (Fragment(0, ("a", "b", "e")),)
 
 
@@ -69,7 +77,7 @@ def test_nodes_of_a_recovered_ledger_are_checked_and_completed() -> None:
     assert work.listed("a", [0, 1, 2]) == [ListEntries("b")]
     assert work.listed("b", [0, 1]) == [CopyEntry(2, ("c", "a"), "b", 0)]
     assert work.copied("b", 2) == [ListEntries("c")]
-    ((changed, _),) = work.listed("c", [0, 1, 2, 3])
+    changed = proposed(work.listed("c", [0, 1, 2, 3])).record
     assert changed.is_complete
     assert work.committed(6) == [Repaired(changed, 6, ())]
 
@@ -80,7 +88,7 @@ def test_without_a_spare_the_shortage_stays_and_is_reported() -> None:
     empty = closed(("a", "b", None), is_complete=False)
     work, _ = repair(empty, "ab")
     work.listed("a", [0, 1, 2])
-    ((changed, _),) = work.listed("b", [0, 1, 2])
+    changed = proposed(work.listed("b", [0, 1, 2])).record
     assert changed.is_complete, "the nodes that it names have everything"
 
 
@@ -92,8 +100,8 @@ def test_a_conflict_a_failure_or_an_unknown_outcome_ends_a_repair() -> None:
         lambda work: work.lost(1),
     ]
     for end in ends:
-        work, (change,) = repair(closed(), "abd", "d")
-        assert isinstance(change, Change)
+        work, actions = repair(closed(), "abd", "d")
+        assert proposed(actions).expect == 5
         (ended,) = end(work)
         assert isinstance(ended, Ended)
         assert work.committed(6) == [] == work.listed("d", [])

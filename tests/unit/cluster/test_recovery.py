@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,13 @@ def record(nodes: tuple[str | None, ...] = ("a", "b", "c"), quorum: Quorum | Non
     return LedgerRecord("t", 0, 0, 1, quorum or Quorum(), 100, (Fragment(0, nodes),))
 
 
+def proposed(actions: Sequence[object]) -> Change:
+    """The change that is the only action."""
+    (change,) = actions
+    assert isinstance(change, Change)
+    return change
+
+
 def head(entry: int) -> EntryHead:
     return EntryHead(100 + entry, 1, 10, 0, 1_000 + entry, entry)
 
@@ -33,7 +41,7 @@ def head(entry: int) -> EntryHead:
 def begun(found: LedgerRecord | None = None, **options: Any) -> tuple[Recovery, list[Any]]:
     """A recovery whose first change is committed, and what follows from that."""
     recovery = Recovery(found or record(), 5, 7, **{"window": 1, **options})
-    ((change, expect),) = recovery.start()
+    change, expect = proposed(recovery.start())
     assert (change.state, change.recovery, change.recoverer, expect) == ("recovering", 1, 7, 5)
     return recovery, recovery.committed(6)
 
@@ -78,7 +86,7 @@ def test_fragments_that_hold_confirmed_entries_alone_need_no_fence() -> None:
 def test_p5_the_ledger_ends_where_enough_of_the_write_set_have_no_entry_and_silence_is_no_answer() -> None:
     recovery, _ = fenced("a", "b")
     assert recovery.missing("a", 0) == [] == recovery.missing("a", 0) == recovery.failed("b") == recovery.failed("c")
-    ((closed, version),) = recovery.missing("c", 0)
+    closed, version = proposed(recovery.missing("c", 0))
     assert (closed.state, closed.last, closed.end, version) == ("closed", -1, 100, 6)
     assert recovery.committed(9) == [Closed(closed, 9)]
 
@@ -91,7 +99,7 @@ def test_c1_a_recovered_entry_has_qa_copies_before_the_ledger_is_closed() -> Non
     assert reads(actions) == [("a", 2), ("b", 2), ("c", 2)]
     recovery.missing("a", 2)
     assert recovery.missing("b", 2) == [Measure(1)]
-    ((closed, _),) = recovery.measured(10)
+    closed = proposed(recovery.measured(10)).record
     assert (closed.last, closed.end, closed.size, closed.stored_at, closed.is_complete) == (1, 102, 10, 1_001, False)
 
 
@@ -111,7 +119,7 @@ def test_a_replacement_is_named_in_joining_first_and_gets_its_place_with_the_clo
     recovery, _ = fenced("a", "b")
     recovery.failed("b")
     assert NeedSpares() in [*recovery.failed("c"), *recovery.found("a", 0, head(0), b"x")]
-    ((joined, _),) = recovery.offer(["b", "d"])
+    joined = proposed(recovery.offer(["b", "d"])).record
     assert joined.joining == (Joining("d", 0, 1),)
     assert joined.fragments == record().fragments, "a second recoverer must ask the nodes that the writer wrote to"
     actions = recovery.committed(8)
@@ -119,7 +127,7 @@ def test_a_replacement_is_named_in_joining_first_and_gets_its_place_with_the_clo
     assert [action.lac for action in actions if isinstance(action, AddEntry)] == [-1]
     assert reads(recovery.acked("d", 0)) == [("a", 1), ("b", 1), ("c", 1)]
     recovery.missing("a", 1)
-    ((closed, _),) = recovery.missing("c", 1)
+    closed = proposed(recovery.missing("c", 1)).record
     assert (closed.fragments, closed.joining) == ((Fragment(0, ("a", "d", "c")),), ())
 
 
@@ -127,14 +135,14 @@ def test_an_entry_that_was_never_confirmed_is_left_out_rather_than_waited_for() 
     recovery, _ = fenced("a", found=record(("a", "b"), Quorum(2, 2, 2)))
     recovery.found("a", 0, head(0), b"x")
     recovery.missing("b", 0)
-    ((closed, _),) = recovery.failed("b")
+    closed = proposed(recovery.failed("b")).record
     assert closed.last == -1
 
 
 def test_an_empty_position_counts_as_fenced_and_as_no() -> None:
     recovery, actions = fenced("a", found=record(("a", "b", None)))
     assert reads(actions) == [("a", 0), ("b", 0)]
-    ((closed, _),) = recovery.missing("b", 0)
+    closed = proposed(recovery.missing("b", 0)).record
     assert closed.last == -1
 
 
@@ -145,7 +153,7 @@ def test_c6_abandoned_nodes_count_as_no_once_all_others_have_answered_and_are_re
     recovery.offer(["d"])
     recovery.committed(8)
     recovery.acked("d", 0)
-    ((closed, _),) = recovery.missing("c", 1)
+    closed = proposed(recovery.missing("c", 1)).record
     assert (closed.last, closed.abandoned) == (0, ("a", "b"))
     deeper, _ = begun(replace(record(), confirmed=2), abandoned=["a", "b"])
     deeper.missing("c", 3)

@@ -173,7 +173,7 @@ class OwnedPartition:
                 case Change():
                     self.change(action, recovery, self.perform_recovery)
                 case FenceNode(node, number):
-                    self.ask(node, lambda core, number=number: core.fence(ledger, number), "fence")
+                    self.ask(node, partial(_fence, ledger, number), "fence")
                 case ReadEntry(node, entry, number):
                     act = self.reading(ledger, entry, number)
                     self.ask(node, act, "read", entry)
@@ -197,8 +197,8 @@ class OwnedPartition:
             if isinstance(outcome.reply, LedgerFenced):
                 return outcome
             state = core.state(ledger)
-            head = state.index.heads[entry] if outcome.reply.present else None  # type: ignore[union-attr]
-            return outcome._replace(reply=head)
+            head = state.index.heads[entry] if state is not None and entry in state.index else None  # type: ignore[attr-defined]
+            return outcome._replace(reply=head)  # type: ignore[arg-type]
 
         return act
 
@@ -406,6 +406,10 @@ class OwnedPartition:
 
 def origin_of(origin: tuple[int, int]) -> Origin:
     return Origin(uuid.UUID(int=origin[0] + 1), 0, origin[1])
+
+
+def _fence(ledger: str, recovery: int, core: NodeCore) -> Any:
+    return core.fence(ledger, recovery)
 
 
 def _add(ledger: str, entry: int, head: EntryHead, lac: int, recovery: int | None, core: NodeCore) -> Any:

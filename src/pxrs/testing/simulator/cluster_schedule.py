@@ -77,7 +77,7 @@ class SimulatedRegistry:
 
     def ledgers(self, topic_id: str | None = None, partition: int | None = None) -> list[tuple[LedgerRecord, int]]:
         prefix = LEDGERS if topic_id is None else ledgers_prefix(topic_id, partition)
-        return [self.keys[key] for key in sorted(key for key in self.keys if key.startswith(prefix))]  # type: ignore[misc]
+        return [self.keys[key] for key in sorted(key for key in self.keys if key.startswith(prefix))]
 
     def commit(
         self, expect: Mapping[str, int], put: Mapping[str, Any], *, lease: str | None = None, absent: str = ""
