@@ -123,8 +123,8 @@ class StorageNode:
         return found.f_bavail * found.f_frsize
 
     def look_at_room(self) -> None:
-        """Look whether the disk has room, and whether a journal that was not written can be written again. Called now
-        and then."""
+        """Look whether the disk has room, and whether a journal that could not be written can be written again. Called
+        now and then."""
         try:
             free = self._free_bytes()
         except OSError as error:
@@ -134,10 +134,12 @@ class StorageNode:
             self._set_problem(
                 f"the disk is full: {free:,} bytes are free, and {self._settings.free_bytes_min:,} are needed"
             )
-        elif self.journal.is_broken:
-            with self.lock:  # the journal tries to make a new file; if it can, the next look finds it good
-                self.journal.submit(Write(None, (), _ignore))
-        else:
+        elif self._problem is not None:
+            with self.lock:
+                self.journal.submit(Write(Record(Kind.PROBE, ""), (), self._probed))
+
+    def _probed(self, error: Exception | None) -> None:
+        if error is None:
             self._set_problem(None)
 
     def _set_problem(self, why: str | None) -> None:
