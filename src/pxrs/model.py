@@ -31,6 +31,9 @@ ALTERABLE = (
     "segment_s",
 )
 """The fields of a topic that can be changed after its creation."""
+ENSEMBLE_MAX = 100
+QUORUMS = ("ensemble", "write_quorum", "ack_quorum")
+"""The fields of a topic that say how many copies of its messages a cluster keeps."""
 TOPIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """The names that users may give to topics."""
 STORED_TOPIC_NAME = re.compile(f"_?{TOPIC_NAME.pattern}")
@@ -110,6 +113,13 @@ class Topic:
     """Settings that a later version wrote and this one does not know; kept as they are."""
     revision: int = 0
     """How often the settings were changed since the topic was created."""
+    ensemble: int | None = None
+    """In a cluster: over how many storage nodes the messages are spread. This and the next two are None in every other
+    log."""
+    write_quorum: int | None = None
+    """In a cluster: how many storage nodes keep a copy of each message."""
+    ack_quorum: int | None = None
+    """In a cluster: how many copies must be durable before a message is acknowledged."""
 
     def differences(self, asked: Topic) -> dict[str, tuple[object, object]]:
         """The settings in which a topic that is to be created would differ from this one, by the argument of
@@ -119,6 +129,8 @@ class Topic:
         found = {}
         for each in fields(self):
             mine, other = getattr(self, each.name), getattr(asked, each.name)
+            if each.name in QUORUMS and other is None:
+                continue  # the cluster chose
             if each.name not in _NO_SETTINGS and mine != other:
                 found["retention" if each.name == "retention_s" else each.name] = mine, other
         return found
@@ -181,8 +193,28 @@ class Topic:
                 raise InvalidTopic(f"{self.name}: {name} is {value!r}; give more than 0, or None {default}")
         if not isinstance(self.keep_unread, bool):
             raise InvalidTopic(f"{self.name}: keep_unread is {self.keep_unread!r}; give True or False")
+        self._check_quorums()
         if not _is_number(self.revision, int) or self.revision < 0:
             raise InvalidTopic(f"{self.name}: revision {self.revision!r} is no count of changes")
+
+    def _check_quorums(self) -> None:
+        given = self.ensemble, self.write_quorum, self.ack_quorum
+        for name, value in zip(QUORUMS, given, strict=True):
+            if value is not None and not (_is_number(value, int) and 1 <= value <= ENSEMBLE_MAX):
+                raise InvalidTopic(f"{self.name}: {name} is {value!r}; choose from 1 to {ENSEMBLE_MAX}")
+        if None in given:
+            return
+        ensemble, writes, acks = (value or 0 for value in given)
+        if not ensemble >= writes >= acks:
+            raise InvalidTopic(
+                f"{self.name}: ensemble {ensemble}, write_quorum {writes}, ack_quorum {acks}: each must be at least as "
+                "large as the next one"
+            )
+        if acks == 1 < writes:
+            raise InvalidTopic(
+                f"{self.name}: ack_quorum 1 with write_quorum {writes}: the loss of one node could take acknowledged "
+                "messages, although others have copies; choose an ack_quorum of 2 or more, or a write_quorum of 1"
+            )
 
 
 def _is_number(value: object, kind: type | UnionType) -> bool:

@@ -103,6 +103,33 @@ def test_the_last_messages_are_in_the_order_of_time(lines: Callable[..., list[st
     assert lines("tail", "orders", "--raw", "-n", "0") == []
 
 
+def test_the_last_messages_of_a_partition_are_in_their_order_whatever_their_times(
+    lines: Callable[..., list[str]], hub: Hub
+) -> None:
+    """So that `tail -n 100 --json | send --json` keeps the order of each key."""
+    hub.create_topic("late", partitions=2)
+    with hub.producer("late") as out:
+        for partition, seconds in ((0, 100), (0, 1), (0, 2), (1, 50), (1, 60)):
+            out.send(f"{partition} at {seconds}", timestamp=T_US + seconds * 1_000_000, partition=partition)
+    assert lines("tail", "late", "--raw", "-p", "0") == ["0 at 100", "0 at 1", "0 at 2"]
+    assert lines("tail", "late", "--raw", "-n", "4") == ["0 at 1", "0 at 2", "1 at 50", "1 at 60"]
+    assert lines("tail", "late", "--raw") == ["0 at 100", "0 at 1", "0 at 2", "1 at 50", "1 at 60"]
+
+
+def test_the_last_messages_are_shown_although_retention_removes_some_meanwhile(hub: Hub) -> None:
+    hub.create_topic("orders", segment_bytes=4096, partitions=1)
+    for number in range(10):
+        with hub.producer("orders") as out:
+            out.send(f"{number} " + "x" * 1000)
+    log = hub.topic("orders").log
+    reader = tail_command._Reader(log, [0], None)
+    log.trim({0: 7})
+    first = log.start(0)
+    assert 0 < first <= 7
+    (found,) = reader.last(100)
+    assert [message.offset for message in found] == list(range(first, 10))
+
+
 def test_from_an_offset_of_each_partition(lines: Callable[..., list[str]], orders: None) -> None:
     assert lines("tail", "orders", "--raw", "--from", "8") == [str(number) for number in range(24, 30)]
     assert lines("tail", "orders", "--raw", "--from", "0", "--count", "4") == ["0", "1", "2", "3"]
@@ -124,6 +151,12 @@ def test_of_some_partitions(lines: Callable[..., list[str]], call: Call, orders:
     assert lines("tail", "orders", "--raw", "-p", "0", "-p", "2", "--from", "9") == ["27", "29"]
     found = call("tail", "orders", "-p", "3")
     assert (found.code, "orders has no partition 3; it has 0 to 2" in found.errors) == (2, True)
+
+
+def test_with_a_key_that_is_no_utf8(lines: Callable[..., list[str]], orders: None) -> None:
+    key = os.fsdecode(b"\xffkey")
+    lines("send", "orders", "found", "--key", key)
+    assert lines("tail", "orders", "--raw", "-k", key) == ["found"]
 
 
 def test_with_a_key_in_whatever_partition(

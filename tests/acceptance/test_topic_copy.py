@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import pxrs
 from pxrs.copying import copier, pieces
 from pxrs.copying.records import CopyRecord, copy_key
 from pxrs.errors import AppendUnknown, CopyFailed, InvalidArgument, InvalidTopic, OutcomeUnknown
+from pxrs.hashing import murmur2
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.outcomes import MaybeStored, Outcome, offsets_of
@@ -28,11 +30,13 @@ from pxrs.server.serving import serving
 from pxrs.testing import forked
 from pxrs.testing.forked import Forked
 from pxrs.testing.log_fixtures import records
+from tests.acceptance.copying_process import LINE_BYTES
 
 MESSAGES = 300
 KILLS = 40 if os.environ.get("PXRS_SOAK") else 3
 OTHERS = 2_100
 PROCESS = "tests/acceptance/copying_process.py"
+PIECE_ROWS, LINES_MAX = 9, 9
 Row = tuple[bytes | None, bytes | None, int, Any]
 
 
@@ -100,6 +104,19 @@ def test_a_copy_is_equal_by_content_and_goes_on_with_what_has_come_since(
     assert source.copy_topic("orders", "copy", to=target).messages == 50
     assert source.copy_topic("orders", "copy", to=target).messages == 0
     check_equal(source, target)
+
+
+def test_another_partitioner_decides_about_each_key_and_messages_without_a_key_are_spread(
+    hubs: tuple[pxrs.Hub, pxrs.Hub],
+) -> None:
+    source, target = hubs
+    target.create_topic("copy", partitions=3, partitioner="murmur2")
+    source.copy_topic("orders", "copy", to=target)
+    check_equal(source, target)
+    copied = rows(target, "copy")
+    for number, part in enumerate(copied):
+        assert {murmur2(row[0]) % 3 for row in part if row[0] is not None} <= {number}, "where a producer sends the key"
+    assert all(sum(row[0] is None for row in part) >= 5 for part in copied)
 
 
 def test_a_copy_through_servers_is_equal_by_content(hubs: tuple[pxrs.Hub, pxrs.Hub]) -> None:
@@ -193,18 +210,21 @@ def test_killed_by_sigkill_and_resumed_each_message_is_there_once(
     with ExitStack() as stack:
         urls = [stack.enter_context(serving(hub)) if is_served else hub.url for hub in hubs]
         dice = random.Random(17)
+        fill(hubs[0], first=MESSAGES, count=KILLS * LINES_MAX * PIECE_ROWS)  # so that no copy ends before its kill
         for _ in range(KILLS):
             reads, writes = os.pipe()
-            with open(reads) as lines:
-                process = Forked(PROCESS, [*urls, "2", "9"], stdout=writes, is_mortal=True)
+            fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, LINE_BYTES)  # the process waits until its last line was read
+            with open(reads, buffering=1) as lines:
+                process = Forked(PROCESS, [*urls, "2", str(PIECE_ROWS)], stdout=writes, is_mortal=True)
                 os.close(writes)
-                for _ in range(dice.randrange(1, 9)):
+                for _ in range(dice.randrange(1, LINES_MAX)):
                     assert lines.readline()
                 process.send_signal(signal.SIGKILL)
                 assert process.wait(30) == -signal.SIGKILL
-        last = forked.run_text(PROCESS, [*urls, "2", "9"])
+        last = forked.run_text(PROCESS, [*urls, "2", str(PIECE_ROWS)])
         assert last.stdout.splitlines()[-1].startswith("done "), last.stderr
-        assert int(last.stdout.split()[-1]) < MESSAGES, "it has gone on where the last one was"
+        count = sum(hubs[0].log.topic("orders").ends())
+        assert int(last.stdout.split()[-1]) < count, "it has gone on where the last one was"
     check_equal(*hubs)
 
 

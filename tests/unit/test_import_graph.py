@@ -27,11 +27,25 @@ from typing import NamedTuple
 from tests.unit.source_code import ROOT, SOURCE, paths, trees
 
 BASE = (
-    *("errors", "model", "clock", "arguments", "wording", "disk", "dropped", "failures", "grpc_fork"),
-    *("handler", "hashing", "inotify", "limited_log", "metrics", "plugins", "scheduler", "tracing", "waiting"),
+    *("errors", "model", "clock", "arguments", "wording", "attention", "disk", "dropped", "failures"),
+    *(
+        "grpc_fork",
+        "handler",
+        "hashing",
+        "inotify",
+        "limited_log",
+        "metrics",
+        "plugins",
+        "scheduler",
+        "tracing",
+        "waiting",
+    ),
 )
 HOME = ("hub_record", "belonging", "hub_parts")
-HUB = ("hub", "hub_sources", "topics", "options", "__init__")
+HUB = (
+    *("hub", "open_hub", "hub_clients", "hub_queues", "hub_sources", "hub_topics"),
+    *("opening", "topics", "options", "__init__"),
+)
 ROWS: tuple[tuple[str, ...], ...] = (
     BASE,
     ("registry", "log"),

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from pxrs.copying.records import CopyRecord, is_copy_key
 from pxrs.errors import BackupDamaged, RegistryCorrupt, RegistryUnavailable
 from pxrs.group.records import Checkpoint, partition_of
 from pxrs.log.numbering import TopicPartition
@@ -120,4 +121,17 @@ def batches_of(manifests: Mapping[str, Manifest], topics: Iterable[str]) -> dict
     for key, manifest in manifests.items():
         written = every if key.startswith(ROUTED) else [part.topic for part in parts_of(key, manifest)]
         found |= {producer_of(writer_of(key), topic).bytes: manifest.batch for topic in written}
+    return found
+
+
+def pieces_of(keys: Mapping[str, bytes]) -> dict[bytes, int]:
+    """The number of the last piece of each copy of a topic into a topic of this hub, by the id of its producer."""
+    found: dict[bytes, int] = {}
+    for key, value in keys.items():
+        if is_copy_key(key):
+            try:
+                record = CopyRecord.load(key, value)
+            except RegistryCorrupt:
+                continue  # the copy itself reports it
+            found[record.producer.bytes] = record.number
     return found

@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "worker": Lazy("pxrs.cli.worker", "worker", "Handle messages or items of a queue, in several processes."),
     "pipeline": Lazy("pxrs.cli.pipeline.command", "app", "Run the Spark pipelines of a file."),
     "serve": Lazy("pxrs.cli.serve", "serve", "Serve a hub to other processes and hosts."),
+    "broker": Lazy("pxrs.cli.broker", "broker", "Run a broker of a replicated cluster."),
     "storage": Lazy("pxrs.cli.storage", "storage", "Run a storage node of a replicated cluster."),
     "token": Lazy("pxrs.cli.token", "app", "Make, list and revoke the tokens of `pxrs serve --auth FILE`."),
     "ping": Lazy("pxrs.cli.ping", "ping", "Measure round trips to a server, and show its version."),

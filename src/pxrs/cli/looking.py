@@ -1,7 +1,7 @@
 """What `pxrs top` shows of a hub, read in one look: topics, groups and queues, with their rates since the last look.
 
 The cost of a look is bounded: the ends of each topic once, one scan over the keys of all groups in pages, and at most
-`QUEUE_PAGE` items of each state of a queue. It takes no lock and writes nothing.
+`QUEUE_PAGE` items of each state of a queue. No file of a partition stays open (`glancing.py`).
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from pxrs.errors import HubMoved, InvalidUrl, LogError, MissingDependency, PxrsError, UnknownTopic
+from pxrs.attention import Attention, of_group, of_queue
+from pxrs.cli.glancing import Reached, bounds_of, group_entries
+from pxrs.errors import HubMoved, InvalidUrl, LogError, MissingDependency, PxrsError, RegistryCorrupt, UnknownTopic
 from pxrs.group.lag import Seen, TopicLag, beyond
 from pxrs.group.readables import advice, is_topic_id
-from pxrs.group.records import GROUP_NAME, Keys
+from pxrs.group.records import Keys
 from pxrs.group.snapshot import GroupState
 from pxrs.model import Topic
-from pxrs.wording import counted
 
 if TYPE_CHECKING:
     from pxrs.hub import Hub
     from pxrs.queue.handle import QueueHandle
-    from pxrs.registry.contract import Entry, Registry
+    from pxrs.registry.contract import Registry
 
-GROUP_PAGE: Final = 1_000
-"""How many keys of groups are read in one call."""
 QUEUE_PAGE: Final = 500
 """How many items of each state of a queue are counted; a queue with more has "at least" as many."""
-STALE_S: Final = 300.0
-"""A partition with a lag whose checkpoint is older than this needs attention."""
 FAILURE_KEPT_S: Final = 30.0
 """For how long a registered source that could not be opened is not tried again."""
 
@@ -81,17 +77,6 @@ class QueueLook:
         return max(self.ready, self.delayed, self.in_flight, self.dead) < QUEUE_PAGE
 
 
-class Attention(NamedTuple):
-    """Something that a person should look at."""
-
-    is_urgent: bool
-    """Whether messages or items are not handled because of it."""
-    kind: str
-    """`topic`, `group` or `queue`."""
-    name: str
-    text: str
-
-
 @dataclass(frozen=True, slots=True)
 class Look:
     """A hub as it was while it was read; not at one moment (R1)."""
@@ -120,26 +105,34 @@ class Looker:
         began = time.time()
         self._rates.begin(self._monotonic())
         # Read the checkpoints before the ends, so that no end is behind a checkpoint.
-        states = dict(group_states(self._hub.registry))
+        states, groups = dict[str, GroupState](), list[GroupLook]()
+        for name, entries in group_entries(self._hub.registry):
+            try:
+                state = GroupState.of(Keys(name), entries)
+            except RegistryCorrupt as error:
+                groups.append(unreadable(name, error))
+            else:
+                if state.is_there:
+                    states[name] = state
+        reached = Reached(states.values())
         topics, seen = list[TopicLook](), dict[str, Seen]()
         if self._has_log:
             for topic in self._hub.topics():
-                if (found := self._extents(topic)) is not None:
+                if (found := self._extents(topic, reached)) is not None:
                     seen[topic.id] = found
                     topics.append(self._topic(topic, found))
             topics += [TopicLook(each.name, None, None, None, str(each.error)) for each in self._hub.damaged_topics()]
         registered = {record.id: record.name for record in self._hub.sources()}
-        groups = [self._group(name, state, seen, registered, began) for name, state in states.items()]
+        groups += [self._group(name, state, seen, registered, began) for name, state in states.items()]
+        groups.sort(key=lambda each: each.group)
         queues = [queue_look(self._hub.registry, handle) for handle in self._hub.queues()]
         urgent_first = sorted(attention(topics, groups, queues), key=lambda each: not each.is_urgent)
         return Look(began, topics, groups, queues, urgent_first)
 
-    def _extents(self, topic: Topic) -> Seen | None:
+    def _extents(self, topic: Topic, reached: Reached) -> Seen | None:
         """None if the topic was deleted meanwhile."""
         try:
-            log = self._hub.topic(topic.name).log
-            problem = log.ends_problem()  # before the ends are read
-            return Seen(log.extents(), problem=problem)
+            return Seen(bounds_of(self._hub.topic(topic.name).log, self._hub.log.folder, reached))
         except UnknownTopic:
             return None
         except HubMoved:
@@ -220,6 +213,11 @@ class Looker:
         return Seen(is_source=True, problem=advice(group, name, id, state.sources.get(id)))
 
 
+def unreadable(name: str, error: RegistryCorrupt) -> GroupLook:
+    """A group of which a record is damaged."""
+    return GroupLook(name, 0, 0, None, False, None, {}, 0, 0, None, str(error))
+
+
 class Rates:
     """How fast numbers rise, from one look to the next."""
 
@@ -247,24 +245,6 @@ def _was_given_out(seen: Seen) -> Callable[[int, int], bool]:
     return lambda number, offset: seen.has_gaps or offset <= seen.extents[number][1]
 
 
-def group_states(registry: Registry) -> Iterator[tuple[str, GroupState]]:
-    """All groups that have members or checkpoints, in order: one scan over the keys of all groups, in pages."""
-    for name, entries in groupby(_entries(registry), lambda entry: entry.key.split("/")[1]):
-        if GROUP_NAME.fullmatch(name):
-            state = GroupState.of(Keys(name), entries)
-            if state.is_there:
-                yield name, state
-
-
-def _entries(registry: Registry) -> Iterator[Entry]:
-    after: str | None = None
-    while page := registry.scan("groups/", after, GROUP_PAGE):
-        yield from page
-        if len(page) < GROUP_PAGE:
-            return
-        after = page[-1].key
-
-
 def queue_look(registry: Registry, handle: QueueHandle) -> QueueLook:
     queue = handle.settings
     folders = (queue.ready, queue.delayed, queue.inflight, queue.dead)
@@ -277,19 +257,15 @@ def attention(topics: list[TopicLook], groups: list[GroupLook], queues: list[Que
         if topic.problem is not None:
             yield Attention(topic.messages is None, "topic", topic.topic, topic.problem)
     for group in groups:
-        share = f"of {counted(group.partitions, 'partition')}"
-        if group.paused:
-            yield Attention(True, "group", group.group, f"{group.paused:,} {share} paused by a message that failed")
-        if group.lag and not group.members:
-            yield Attention(True, "group", group.group, f"lag {group.lag:,}, and no members")
-        elif group.members and group.unowned:
-            yield Attention(False, "group", group.group, f"{group.unowned:,} {share} without an owner")
-        if group.lag and group.members and group.stale_s is not None and group.stale_s > STALE_S:
-            text = f"a partition with a lag has had no checkpoint for {counted(round(group.stale_s), 'second')}"
-            yield Attention(False, "group", group.group, text)
-        if group.problem is not None:
-            yield Attention(False, "group", group.group, group.problem)
+        yield from of_group(
+            group.group,
+            members=group.members,
+            partitions=group.partitions,
+            lag=group.lag,
+            paused=group.paused,
+            unowned=group.unowned,
+            stale_s=group.stale_s,
+            problem=group.problem,
+        )
     for queue in queues:
-        if queue.dead:
-            at_least = "at least " if queue.dead >= QUEUE_PAGE else ""
-            yield Attention(True, "queue", queue.queue, at_least + counted(queue.dead, "dead letter"))
+        yield from of_queue(queue.queue, queue.dead, is_exact=queue.dead < QUEUE_PAGE)

@@ -45,6 +45,11 @@ ExistOk = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
+def bytes_of(argument: str) -> bytes:
+    """The bytes of an argument as they were given: those that are no UTF-8 are lone surrogates in `argument`."""
+    return argument.encode(errors="surrogateescape")
+
+
 @contextmanager
 def open_hub(
     at: str | None,

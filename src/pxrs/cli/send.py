@@ -13,7 +13,7 @@ import typer
 from pxrs.cli.completion import TopicName
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, key_in, tell_typist
 from pxrs.cli.moments import FORMS, moment
-from pxrs.cli.options import At, RegistryUrl
+from pxrs.cli.options import At, RegistryUrl, bytes_of
 from pxrs.errors import InvalidRecord
 from pxrs.model import microseconds_of
 from pxrs.wording import counted
@@ -118,7 +118,7 @@ def _headers(pairs: list[str]) -> list[tuple[str, bytes | None]] | None:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise typer.BadParameter(f"{pair!r}: write a name and a value, such as trace=7", param_hint="--header")
-        headers.append((name, _bytes(value)))
+        headers.append((name, bytes_of(value)))
     return headers or None
 
 
@@ -133,17 +133,12 @@ def _time(text: str | None) -> int | None:
         raise typer.BadParameter(str(error), param_hint="--timestamp") from None
 
 
-def _bytes(argument: str) -> bytes:
-    """The bytes of an argument as they were given: those that are no UTF-8 are lone surrogates in `argument`."""
-    return argument.encode(errors="surrogateescape")
-
-
 def _send_one(topic: str, at: str, registry: str | None, value: str, plan: _Plan) -> None:
     import pxrs
 
     with pxrs.open(at, registry) as hub, hub.producer(topic, linger_s=0) as out:
-        key = None if plan.key is None else _bytes(plan.key)
-        receipt = out.send(_bytes(value), key, plan.headers, plan.timestamp, plan.partition)
+        key = None if plan.key is None else bytes_of(plan.key)
+        receipt = out.send(bytes_of(value), key, plan.headers, plan.timestamp, plan.partition)
         partition, offset = receipt.result()[:2]
     typer.echo(f"sent 1 message to {topic}: {partition}/{offset}")
 

@@ -10,13 +10,14 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from pxrs.cli.completion import SourceName
 from pxrs.cli.moments import FORMS, moment
-from pxrs.cli.options import Json, MaybeAt, RegistryUrl, open_hub
+from pxrs.cli.options import Json, MaybeAt, RegistryUrl, bytes_of, open_hub
 from pxrs.errors import OffsetTrimmed
 from pxrs.model import Message, microseconds_of
 
@@ -83,7 +84,7 @@ def tail(
         last = LAST_DEFAULT if count is None else (0 if follow else count)
     with open_hub(at, registry) as hub:
         source = hub.readable(topic)
-        reader = _Reader(source, _partitions(source, partition), None if key is None else key.encode())
+        reader = _Reader(source, _partitions(source, partition), None if key is None else bytes_of(key))
         rounds = reader.last(last) if where is None else reader.since(where)
         out = _Output(write, count)
         if out.takes(rounds) and follow:
@@ -168,11 +169,13 @@ class _Reader:
         """Messages before this offset are left out, also of a partition that has not reached it yet."""
 
     def last(self, count: int) -> Iterator[Iterable[Message]]:
-        """The last `count` messages before the end, as one round."""
+        """The last `count` messages before the end, as one round: the last ones of each partition, in their order. The
+        latest of those that are the last of their partitions is taken first, so that partitions whose messages are in
+        the order of time are merged in that order."""
         if count:
-            found = [message for each in self._last(count).values() for message in each]
-            found.sort(key=self._order())
-            yield found[-count:]
+            order = self._order()
+            backwards = [reversed(each) for each in self._last(count).values()]
+            yield list(islice(heapq.merge(*backwards, key=lambda message: -order(message)), count))[::-1]
 
     def since(self, where: Where) -> Iterator[Iterable[Message]]:
         """The messages from this place on, up to the end as it was when this reader was made."""
@@ -258,13 +261,24 @@ class _Reader:
                 end, bounds = begins[number], self._bounds[number]
                 begins[number] = max(bounds.start, bounds.end - back)
                 read = deque[Message](maxlen=count)
-                for batch in self._source.batches(number, begins[number], end):
+                for batch in self._batches(number, begins[number], end):
                     if batch.base_offset == begins[number] and batch.records.num_rows:
                         oldest[number] = batch.records.column("timestamp")[0].value
                     read.extend(self._messages(number, (batch,)))
                 found[number].extendleft(reversed(read))
             back *= WIDEN
         return found
+
+    def _batches(self, partition: int, start: int, end: int) -> Iterator[Batch]:
+        """The batches from `start` on and before `end`, without those that retention removes meanwhile."""
+        while start < end:
+            try:
+                for batch in self._source.batches(partition, start, end):
+                    yield batch
+                    start = batch.next_offset
+                return
+            except OffsetTrimmed as error:
+                start = error.first_offset
 
     def _unfinished(
         self,

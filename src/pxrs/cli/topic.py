@@ -46,6 +46,15 @@ def create(
     keep_unread: Annotated[
         bool, typer.Option("--keep-unread", help="Keep every message that a group has yet to read, whatever its age.")
     ] = False,
+    ensemble: Annotated[
+        int | None, typer.Option(help="In a cluster: over how many storage nodes messages are spread; by default 3.")
+    ] = None,
+    write_quorum: Annotated[
+        int | None, typer.Option(help="In a cluster: how many nodes keep a copy of each message; by default 3.")
+    ] = None,
+    ack_quorum: Annotated[
+        int | None, typer.Option(help="In a cluster: how many copies acknowledge a message; by default 2.")
+    ] = None,
     exist_ok: ExistOk = False,
     registry: RegistryUrl = None,
 ) -> None:
@@ -64,6 +73,9 @@ def create(
             retention_bytes=retention_bytes,
             keep_unread=keep_unread,
             segment_s=segment_s,
+            ensemble=ensemble,
+            write_quorum=write_quorum,
+            ack_quorum=ack_quorum,
         )
         told = f"made {name} with {counted(partitions, 'partition')}"
         try:

@@ -9,8 +9,7 @@ A partition is a chain of ledgers; each ledger is written by one claim of one br
     recovery      where does a ledger end whose writer is gone
     copies        what is under-replicated, and which copy is made next
     placement     which node, which broker
-    storage.core  one storage node: adds, fences, reads, garbage
-    storage.identity    whether a disk is that of the node that it names
+    storage.core  one storage node: adds, fences, reads, garbage; whether a disk is that of the node that it names
 
 `pxrs.testing.simulator.cluster_simulation` runs whole clusters on exactly these modules.
 """

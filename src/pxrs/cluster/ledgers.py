@@ -126,9 +126,9 @@ class Quorum:
         """The positions that keep this entry."""
         return [(entry + k) % self.ensemble for k in range(self.write_quorum)]
 
-    def write_sets(self) -> list[list[int]]:
-        """Every write set that an entry can have."""
-        return [self.write_set(entry) for entry in range(self.ensemble if self.ensemble > self.write_quorum else 1)]
+    def keeps(self, position: int, entry: int) -> bool:
+        """Whether the position is in the entry's write set."""
+        return (position - entry) % self.ensemble < self.write_quorum
 
     @property
     def refusals(self) -> int:
@@ -170,6 +170,9 @@ class LedgerRecord:
     state: str = OPEN
     recovery: int = 0
     """The number of the last recovery that was begun; 0: none was."""
+    recoverer: int = 0
+    """The epoch of the claim under which that recovery was begun. Without it, two recoverers would propose the same
+    record, and the one that lost would take the other's change for its own."""
     joining: tuple[Joining, ...] = ()
     confirmed: int = -1
     """Entries up to this one were confirmed when the writer last wrote the record. Recovery begins behind it."""
@@ -226,6 +229,10 @@ class LedgerRecord:
         nodes = self.fragment_of(entry).nodes
         return [(position, nodes[position]) for position in self.quorum.write_set(entry)]
 
+    def position_of(self, node: str, entry: int) -> int | None:
+        """The position by which this node keeps the entry; None if it does not."""
+        return next((position for position, each in self.nodes_of(entry) if each == node), None)
+
     def last_of(self, fragment: Fragment) -> int | None:
         """The last entry of a fragment; None: it is the last fragment of a ledger that is not closed."""
         following = [each.first for each in self.fragments if each.first > fragment.first]
@@ -236,9 +243,7 @@ class LedgerRecord:
         last = self.last_of(fragment)
         if last is None:
             raise ValueError(f"{self.id}: the fragment from entry {fragment.first} on has no end yet")
-        for entry in range(fragment.first, last + 1):
-            if (position - entry) % self.quorum.ensemble < self.quorum.write_quorum:
-                yield entry
+        return (entry for entry in range(fragment.first, last + 1) if self.quorum.keeps(position, entry))
 
     @property
     def named(self) -> set[str]:
@@ -263,20 +268,29 @@ class LedgerRecord:
         return replace(self, fragments=merged(fragments))
 
     def with_node_in(self, first: int, position: int, node: str | None) -> LedgerRecord:
-        """The record with another node at a position of the fragment that begins at `first`, and of no other."""
+        """The record with another node at a position of the fragment that begins at `first`, and of no other. Fragments
+        are not merged: whoever repairs a ledger counts its places by the fragments."""
         fragments = [
             each._replace(nodes=(*each.nodes[:position], node, *each.nodes[position + 1 :]))
             if each.first == first
             else each
             for each in self.fragments
         ]
-        return replace(self, fragments=merged(fragments))
+        return replace(self, fragments=tuple(fragments))
 
-    def in_recovery(self) -> LedgerRecord:
-        """Recovery is begun, or begun anew: nodes that an earlier recoverer has named in `joining` are dropped."""
+    def in_recovery(self, recoverer: int, abandoned: Iterable[str] = ()) -> LedgerRecord:
+        """Recovery is begun, or begun anew: nodes that an earlier recoverer has named in `joining` are dropped.
+        recoverer: the epoch of the owner's claim; abandoned: see the field, to which they are added."""
         if self.is_closed:
             raise ValueError(f"{self.id} is closed: there is nothing to recover")
-        return replace(self, state=RECOVERING, recovery=self.recovery + 1, joining=())
+        return replace(
+            self,
+            state=RECOVERING,
+            recovery=self.recovery + 1,
+            recoverer=recoverer,
+            joining=(),
+            abandoned=tuple(dict.fromkeys([*self.abandoned, *abandoned])),
+        )
 
     def with_joining(self, joining: Iterable[Joining]) -> LedgerRecord:
         return replace(self, joining=tuple(dict.fromkeys(joining)))
@@ -310,6 +324,7 @@ class LedgerRecord:
             "base": self.base,
             "state": self.state,
             "recovery": self.recovery,
+            "recoverer": self.recoverer,
             "fragments": [[fragment.first, list(fragment.nodes)] for fragment in self.fragments],
             "joining": [list(each) for each in self.joining],
             "confirmed": self.confirmed,
@@ -343,6 +358,7 @@ class LedgerRecord:
             fragments=tuple(Fragment(int(first), tuple(nodes)) for first, nodes in found["fragments"]),
             state=found["state"],
             recovery=int(found["recovery"]),
+            recoverer=int(found["recoverer"]),
             joining=tuple(Joining(node, int(first), int(position)) for node, first, position in found["joining"]),
             confirmed=int(found.get("confirmed", -1)),
             last=found.get("last"),

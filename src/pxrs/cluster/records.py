@@ -136,9 +136,7 @@ class TopicRecord:
 
     def dump(self) -> bytes:
         settings = asdict(self.topic)
-        extra = settings.pop("extra")
-        found = {**settings, "extra": extra, **asdict(self.quorum), "placement": self.placement}
-        return encode(found).encode()
+        return encode({**settings, "quorum": asdict(self.quorum), "placement": self.placement}).encode()
 
     @classmethod
     def parse(cls, key: str, value: bytes) -> TopicRecord:
@@ -147,14 +145,14 @@ class TopicRecord:
 
     @classmethod
     def _of(cls, found: Mapping[str, Any]) -> TopicRecord:
-        ours = {"ensemble", "write_quorum", "ack_quorum", "placement"}
         fields = Topic.__dataclass_fields__
         # Settings that a later version wrote are kept as they are.
-        unknown = {name: value for name, value in found.items() if name not in fields and name not in ours}
+        unknown = {
+            name: value for name, value in found.items() if name not in fields and name not in ("quorum", "placement")
+        }
         known = {name: value for name, value in found.items() if name in fields}
         topic = Topic(**{**known, "extra": {**known.get("extra", {}), **unknown}})
-        quorum = Quorum(found["ensemble"], found["write_quorum"], found["ack_quorum"])
-        return cls(topic, quorum, str(found.get("placement", "least loaded")))
+        return cls(topic, Quorum(**found["quorum"]), str(found.get("placement", "least loaded")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,10 @@ A copy is made of pieces. A piece is a range of offsets of one source partition,
 | a stopped process goes on later             | it sends a piece that is stored, or whose number is too small: the    |
 |                                             | partition refuses it                                                  |
 | the target has forgotten the producer       | it searches its batches from the recorded ends on (`Append.since`)    |
+| another source has the id, such as an older | the mark of the last message that was copied differs (`mark_before`), |
+| copy of its directory                       | and the copy ends with an error                                       |
+| the target is restored from a backup        | the backup has no piece that its record does not have                 |
+|                                             | (`pxrs.backup.partitions`)                                            |
 
 The rows of a piece go to the same partitions each time, in the same order: `pieces.split` depends on nothing but the
 rows, their offsets and the number of partitions. Pieces of one source partition are copied in the order of its offsets,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import pyarrow as pa
 
-from pxrs.copying.pieces import Cut, next_cut, rows_between, split
-from pxrs.copying.records import CopyRecord, Piece, copy_key
+from pxrs.copying.pieces import Cut, mark_before, mark_of, next_cut, rows_between, split
+from pxrs.copying.records import CopyRecord, Piece, copy_key, new_id
 from pxrs.errors import (
     AppendFailed,
     Conflict,
     CopyFailed,
     InvalidArgument,
+    OffsetOutOfRange,
     OffsetTrimmed,
     OutcomeUnknown,
     UnknownProducer,
@@ -82,7 +82,7 @@ class Copier:
             found = starts()
             positions = tuple(found[number] for number in range(self._source.partitions))
             source = {"topic": self._source.name}
-            return CopyRecord(uuid.uuid4().hex, begins or "", positions, source=source)
+            return CopyRecord(new_id(), begins or "", positions, source=source)
         self._version = entry.version
         record = CopyRecord.load(entry.key, entry.value)
         if begins is not None and begins != record.begins:
@@ -90,7 +90,38 @@ class Copier:
                 f"the copy of {names} has begun at {record.begins or 'the first message'}, and goes on where it is; "
                 f"{begins} was given: leave that out, or copy into another topic"
             )
+        self._check_source(record)
+        self._check_target(record)
         return record
+
+    def _check_source(self, record: CopyRecord) -> None:
+        """Raise CopyFailed if the source is not the one that was copied so far: an older copy of its directory, or a
+        hub that was restored from a backup, has topics with the same ids."""
+        for number, position in enumerate(record.positions):
+            mark = record.marks[number] if record.marks else ""
+            try:
+                found = mark_before(self._source, number, position)
+            except OffsetOutOfRange as error:
+                raise self._is_another(f"{error}, and messages up to {position} were copied") from error
+            if found and mark and found != mark:
+                raise self._is_another(f"{self._source.name}/{number} has another message at offset {position - 1}")
+
+    def _check_target(self, record: CopyRecord) -> None:
+        """Raise CopyFailed if the target lacks what was stored: an older copy of its directory has taken its place,
+        while its registry is elsewhere and has the record."""
+        for number, bounds in self._target.bounds(record.stored).items():
+            if bounds.end < record.stored[number]:
+                raise CopyFailed(
+                    f"{self._target.name}/{number} ends at offset {bounds.end}, and has ended at "
+                    f"{record.stored[number]} when {self._source.name} was copied: the target is perhaps an older copy "
+                    "of itself, and lacks messages that count as copied. Copy into another topic"
+                )
+
+    def _is_another(self, why: str) -> CopyFailed:
+        return CopyFailed(
+            f"{why}: this is not the {self._source.name} that was copied into {self._target.name}, perhaps an older "
+            "copy of it that was put in its place. What differs is not known: copy into another topic"
+        )
 
     @property
     def _numbers(self) -> range:
@@ -110,9 +141,9 @@ class Copier:
             before = record.positions[partition]
             if parts:
                 since = {number: self._ends[number] for number, _ in parts}
-                record = self._commit(record.begun(Piece(partition, found.end, since)))
+                record = self._commit(record.begun(Piece(partition, found.end, since, mark_of(found.rows[-1]))))
                 self._send(record, parts)
-                record = record.done()
+                record = record.done(self._stored(since))
             else:
                 record = record.moved(partition, found.end)  # a gap
             self._progress(found.end - before)
@@ -120,13 +151,17 @@ class Copier:
         return Copied(self._messages, self._offsets, self._total)
 
     def _next_cut(self, record: CopyRecord, partition: int, end: int) -> Cut:
+        start = record.positions[partition]
         try:
-            return next_cut(self._source, partition, record.positions[partition], end)
+            found = next_cut(self._source, partition, start, end)
         except OffsetTrimmed as error:
             raise CopyFailed(
                 f"{error}: retention has removed messages of {self._source.name} before they were copied. Give the "
                 "source a longer retention with `pxrs topic alter`, and copy what is left into another topic"
             ) from error
+        if found.end == start:
+            raise self._is_another(f"{self._source.name}/{partition} ends at offset {start}, and has ended at {end}")
+        return found
 
     def _send_again(self, record: CopyRecord) -> CopyRecord:
         """Send the piece that an earlier process has recorded, and perhaps sent."""
@@ -140,9 +175,16 @@ class Copier:
                 f"{error}: retention has removed messages that were being copied when the copy was cut short, so it is "
                 f"not known which of them are in {self._target.name}: copy what is left into another topic"
             ) from error
+        except OffsetOutOfRange as error:
+            raise self._is_another(f"{error}, and messages up to {piece.end} were being copied") from error
+        if mark_of(found.rows[-1]) != piece.mark:
+            raise self._is_another(f"{self._source.name}/{piece.partition} has another message before {piece.end}")
         self._send(record, split(self._source, self._target, piece.partition, found))
         self._progress(piece.end - start)
-        return record.done()
+        return record.done(self._stored(piece.since))
+
+    def _stored(self, numbers: Iterable[int]) -> dict[int, int]:
+        return {number: self._ends[number] for number in numbers}
 
     def _progress(self, offsets: int) -> None:
         self._offsets += offsets
@@ -151,19 +193,22 @@ class Copier:
 
     def _commit(self, after: CopyRecord) -> CopyRecord:
         """Write the record. Returns when it is known to be there."""
-        value = after.dump()
+        value, is_sent = after.dump(), False
         for _ in range(TRIES_MAX):
             try:
                 self._version = self._registry.commit({self._key: self._version}, {self._key: value})[self._key]
                 return after
             except OutcomeUnknown:
-                entry = self._registry.get(self._key)
-                if entry is not None and entry.value == value:
-                    self._version = entry.version
-                    return after
-                if (ABSENT if entry is None else entry.version) != self._version:
-                    break
+                is_sent = True
             except Conflict:
+                if not is_sent:
+                    break
+            # A commit whose reply was lost may be there now, or come later: then the next one is refused.
+            entry = self._registry.get(self._key)
+            if entry is not None and entry.value == value:
+                self._version = entry.version
+                return after
+            if (ABSENT if entry is None else entry.version) != self._version:
                 break
         raise CopyFailed(
             f"another process copies {self._source.name} into {self._target.name}, or has written {self._key}: let it "
@@ -186,6 +231,7 @@ class Copier:
             again = []
             for append, outcome in zip(left, self._target.append(left), strict=True):
                 if isinstance(outcome, StoredAt):
+                    self._check_duplicate(record, append, outcome)
                     self._messages += 0 if outcome.is_duplicate else append.payload.rows
                     end = outcome.offset + append.payload.rows
                     self._ends[append.partition] = max(end, self._ends.get(append.partition, 0))
@@ -196,6 +242,15 @@ class Copier:
                 return
             left = again
         raise error
+
+    def _check_duplicate(self, record: CopyRecord, append: Append, outcome: StoredAt) -> None:
+        """Raise CopyFailed if the batch is taken for one that was stored before its piece was recorded."""
+        if outcome.is_duplicate and append.since is not None and outcome.offset < append.since:
+            raise CopyFailed(
+                f"{self._target.name}/{append.partition} has had a piece {record.number} of this copy before it was "
+                f"recorded: {self._key} is older than the target, as after a restoration of the registry alone. Which "
+                "messages were copied is not known: copy into another topic"
+            )
 
     def _checked(self, outcome: NotStored | MaybeStored) -> Exception:
         """The error of a batch that can be sent again. Raises the error of one that cannot."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import pyarrow as pa
+import xxhash
 
-from pxrs.errors import OffsetOutOfRange
+from pxrs.errors import OffsetOutOfRange, OffsetTrimmed
 from pxrs.hashing import hash_named, partitions_of
 from pxrs.log.contract import TopicLog
 from pxrs.producer.tables import cut, sort_by_partition
@@ -58,6 +59,33 @@ def rows_between(source: TopicLog, partition: int, start: int, end: int) -> Cut:
     if start < end:
         raise OffsetOutOfRange(f"{source.name}/{partition}", end, start)
     return found
+
+
+def mark_of(records: pa.RecordBatch) -> str:
+    """A checksum of the last of these messages: its time, key and value."""
+    last = records.slice(records.num_rows - 1)
+    digest = xxhash.xxh3_64(b"%d" % last.column("timestamp")[0].value)
+    for name in ("key", "value"):
+        data = last.column(name)[0].as_buffer()
+        digest.update(b" null" if data is None else b" %d:" % data.size)
+        digest.update(data or b"")
+    return digest.hexdigest()
+
+
+def mark_before(source: TopicLog, partition: int, offset: int) -> str:
+    """The mark of the message before this offset; empty if there is none any more, or never was.
+
+    Raises OffsetOutOfRange if the partition ends before this offset."""
+    if offset == 0:
+        return ""
+    try:
+        found = source.read(partition, offset - 1, 1)
+    except OffsetTrimmed:
+        return ""
+    if not found:
+        raise OffsetOutOfRange(f"{source.name}/{partition}", offset, offset - 1)
+    records = found[0].within(offset - 1, offset).records
+    return mark_of(records) if records.num_rows else ""
 
 
 def split(source: TopicLog, target: TopicLog, partition: int, found: Cut) -> list[tuple[int, pa.RecordBatch]]:

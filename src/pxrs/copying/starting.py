@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from pxrs import arguments
 from pxrs.copying.copier import Copied, Copier
-from pxrs.errors import InvalidArgument
+from pxrs.errors import CopyFailed, InvalidArgument
 from pxrs.log.contract import Bounds, TopicLog
 from pxrs.model import microseconds_of
 from pxrs.registry.contract import Registry
@@ -28,6 +28,8 @@ def copy(
 ) -> Copied:
     """Copy a topic: see `Hub.copy_topic`. registry: that of the target's hub."""
     begins, until = _checked("start", start), _checked("end", end)
+    if (problem := source.ends_problem()) is not None:  # asked before the ends are read
+        raise CopyFailed(f"the copy might lack messages of {source.name}: {problem}")
     bounds = source.bounds(range(source.partitions))
     copier = Copier(source, target, registry, on_progress)
     text = None if begins is None else _text(begins)

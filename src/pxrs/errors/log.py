@@ -243,6 +243,14 @@ class LogBusy(AppendFailed):
     code = "log.busy"
 
 
+class PartitionMoved(AppendFailed):
+    """A broker of a cluster was asked for a partition that it does not serve, or not yet; nothing was read or stored. A
+    client asks for the partition's owner and tries again by itself; it raises this only if no broker has served the
+    partition in time: look at `pxrs cluster status`."""
+
+    code = "log.partition-moved"
+
+
 class ReadFailed(LogError):
     """The operating system could not read the log, or the server that keeps it did not answer. Nothing was changed; try
     again, or look at the disk or the server."""

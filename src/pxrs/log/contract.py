@@ -320,6 +320,15 @@ class TopicLog(Source):
     clock: Clock = SYSTEM
     """Whose `wall_time_us` appends are stamped with, and the age of what is stored is counted by."""
 
+    @property
+    def local(self) -> TopicLog:
+        """What this process serves by itself: of a cluster's topic the partitions that this broker owns."""
+        return self
+
+    def owners(self) -> dict[int, str]:
+        """In a cluster: the address of the broker that owns each partition, as far as it has one. Otherwise empty."""
+        return {}
+
     def refresh(self) -> None:
         """Have `topic` be the settings as they are now, if another process can have changed them."""
 
@@ -384,6 +393,8 @@ class Log(ABC):
     """Which clock the times of stored messages, and the schedule of upkeep, are read from."""
     is_kept_by_server: bool = False
     """Whether a server stands before this log and does its upkeep, so that no client may (W4)."""
+    keeps_copies: bool = False
+    """Whether copies of the messages are kept on several storage nodes (`Topic.write_quorum`)."""
     own_registry: str | os.PathLike[str] | None = None
     """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
     given."""

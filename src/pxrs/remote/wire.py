@@ -22,6 +22,9 @@ CONTROL: Final = b"pxrs.control"
 ERROR_METADATA: Final = "pxrs-error-bin"
 """The trailing metadata with the error of a call, as JSON."""
 TOKEN_METADATA: Final = "authorization"
+DIRECT_METADATA: Final = "pxrs-direct"
+"""Metadata of a call to a broker of a cluster that wants no other broker to be asked: a partition that the broker does
+not own is refused with PartitionMoved."""
 MESSAGE_BYTES_MAX: Final = (64 << 20) + (1 << 20)
 """The longest message of gRPC: a frame of the log, and what is around it."""
 ERROR_TEXT_MAX: Final = 4096

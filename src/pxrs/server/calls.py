@@ -99,6 +99,10 @@ def _bounds(served: Served, given: Given, at: float) -> Result:
     return {"bounds": [[partition, *bounds] for partition, bounds in found.items()]}
 
 
+def _owners(served: Served, given: Given, at: float) -> Result:
+    return {"owners": [[partition, address] for partition, address in served.topic(given).owners().items()]}
+
+
 def _offset_at(served: Served, given: Given, at: float) -> Result:
     return {"offset": served.topic(given).offset_at(given.whole("partition"), given.whole("timestamp"))}
 
@@ -236,6 +240,7 @@ CALLS: Final[dict[str, Function]] = {
     "log.alter_topic": _alter_topic,
     "log.delete_topic": _delete_topic,
     "topic.bounds": _bounds,
+    "topic.owners": _owners,
     "topic.offset_at": _offset_at,
     "topic.end_before": _end_before,
     "topic.plan_retention": _plan_retention,

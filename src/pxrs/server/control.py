@@ -172,6 +172,7 @@ class ControlStream:
                     "calls_max": self._limits.calls_max,
                     "append_batches_max": self._limits.append_batches_max,
                     "append_bytes_max": self._limits.append_bytes_max,
+                    "cluster": self._served.hub.log.keeps_copies,
                 }
             }
         )

@@ -37,6 +37,8 @@ class Served:
     staging: DirectoryStaging | None = None
     """Where the rows of Spark's tasks are staged; None if the hub is not in a directory."""
     caller: Caller = ANYONE
+    is_direct: bool = False
+    """The caller wants no other server to be asked (`wire.DIRECT_METADATA`)."""
 
     def check(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Raise an error if the caller may not make this call with these arguments (W4). May block."""
@@ -58,4 +60,4 @@ class Served:
             raise TopicDeleted(name, wanted, is_made_again=False) from None
         if wanted is not None and found.id != wanted:
             raise TopicDeleted(name, wanted, is_made_again=True)
-        return found
+        return found.local if self.is_direct else found

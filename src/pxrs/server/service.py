@@ -258,7 +258,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         gate, metadata = self._served.gate, dict(context.invocation_metadata() or ())
         identify = functools.partial(gate.identify, metadata, context.auth_context())
         caller = await run(self._pools.calls, identify) if gate.may_block(metadata) else identify()
-        return replace(self._served, caller=caller)
+        return replace(self._served, caller=caller, is_direct=wire.DIRECT_METADATA in metadata)
 
 
 def _with_request(method: Callable[[Served, bytes, Any], Awaitable[None]]) -> Method:

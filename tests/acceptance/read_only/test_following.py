@@ -328,6 +328,8 @@ def test_l1_the_lag_is_not_known_to_a_reader_while_messages_are_not_shown(
             assert (found.lag, lag.lag, lag.is_exact) == (None, None, False), group
             assert f"messages from offset {shown} on are not shown yet" in str(lag.problem)
         assert reader.group("billing").describe().lag == 6, "of a topic whose ends are known"
+        with pxrs.open("memory:") as other, pytest.raises(pxrs.errors.CopyFailed, match="are not shown yet"):
+            reader.copy_topic("loose", "copy", to=other)
         described = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
         assert "are not shown yet" in described["ends_problem"]
         assert "are not shown yet" in CliRunner().invoke(app, command).stdout
@@ -342,6 +344,8 @@ def test_l1_the_lag_is_not_known_to_a_reader_while_messages_are_not_shown(
         assert hub.topic("loose").end(0) >= 6
     with reading_only(data), pxrs.open(data) as reader:
         assert reader.group("slow").describe().lag == reader.topic("loose").end(0), "exact again"
+        with pxrs.open("memory:") as other:
+            assert reader.copy_topic("loose", "copy", to=other).messages >= 5, "a copy needs no write permission"
         assert json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["ends_problem"] is None
 
 

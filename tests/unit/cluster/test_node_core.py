@@ -73,6 +73,7 @@ def test_c5_a_ledger_that_was_touched_since_it_was_listed_is_not_removed() -> No
         lambda core: core.add(L, 1, head(1), 0, None),
         lambda core: core.add(L, 0, head(), -1, None),  # is there already; its sender counts the copy
         lambda core: core.fence(L, 1),
+        lambda core: core.index(L),  # whoever asks counts what is there
     ]
     for touch in touches:
         core = with_entries(0)

@@ -227,10 +227,11 @@ class NodeCore:
 
     def index(self, ledger: str, after: int = -1, limit: int = 1_000) -> Outcome:
         """The entries of a ledger behind `after`. They are all synced when the reply is given: whoever counts copies
-        must not count one that a crash would take."""
-        state = self._ledgers.get(ledger)
-        if state is None:
+        must not count one that a crash would take. For the same reason the request touches the ledger, so that it is
+        not removed by what was read of its record before."""
+        if ledger not in self._ledgers:
             return Outcome((), Indexed((), -1, 0, False), True)
+        state = self._touch(ledger)
         found = state.index.after(after, limit + 1)
         return Outcome((), Indexed(tuple(found[:limit]), state.lac, state.fence, len(found) > limit), True)
 

@@ -45,7 +45,10 @@ class Channel:
     def __init__(self, target: str, settings: Settings) -> None:
         token = settings.token()
         self.target = target
-        self.metadata = () if token is None else ((wire.TOKEN_METADATA, f"Bearer {token}"),)
+        self.metadata = (
+            *(() if token is None else ((wire.TOKEN_METADATA, f"Bearer {token}"),)),
+            *(((wire.DIRECT_METADATA, "1"),) if settings.is_direct else ()),
+        )
         if settings.certificates is None:
             self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         else:

@@ -59,6 +59,8 @@ class Hello(NamedTuple):
     append_batches_max: int = 500
     append_bytes_max: int = 64 << 20
     """How large one append may be. A server that does not say it takes more than this."""
+    is_cluster: bool = False
+    """Whether the server is a broker of a cluster, whose partitions are served by several brokers."""
 
 
 class Request:
@@ -132,8 +134,14 @@ class ControlStream:
             theirs = theirs if isinstance(theirs, int) else 0
             raise WireMismatch(wire.VERSION, theirs, theirs)
         known = {name: int(value) for name, value in found["limits"].items() if name in Limits.__dataclass_fields__}
-        appends = {name: int(found[name]) for name in ("append_batches_max", "append_bytes_max") if name in found}
-        self.hello = Hello(min(theirs, wire.VERSION), str(found.get("instance")), Limits(**known), **appends)
+        self.hello = Hello(
+            min(theirs, wire.VERSION),
+            str(found.get("instance")),
+            Limits(**known),
+            int(found.get("append_batches_max", Hello._field_defaults["append_batches_max"])),
+            int(found.get("append_bytes_max", Hello._field_defaults["append_bytes_max"])),
+            found.get("cluster") is True,
+        )
         self._heard_at = time.monotonic()
 
     def run(self) -> str:

@@ -6,8 +6,11 @@ registry holds of them, and upkeep is the server's (W4).
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from pxrs.errors import (
@@ -17,11 +20,13 @@ from pxrs.errors import (
     RegistryUnavailable,
     TopicExists,
 )
-from pxrs.log.contract import DamagedTopic, Log
+from pxrs.log.contract import DamagedTopic, Log, TopicLog
 from pxrs.model import Topic
 from pxrs.registry.limit import seconds_left
 from pxrs.remote import wire
 from pxrs.remote.client.faults import AWAY, Unanswered
+from pxrs.remote.client.routed import THREADS_MAX, RoutedTopic
+from pxrs.remote.client.routes import AskedRoutes, Peers
 from pxrs.remote.client.session import Session
 from pxrs.remote.client.settings import Settings
 from pxrs.remote.client.topic import RemoteTopic
@@ -43,10 +48,16 @@ class RemoteLog(Log):
         """address: that of the server, with its options; the registry of the hub has the same."""
         self.url, self.own_registry = settings.shown, address
         self._session = Session(settings)
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._peers: Peers | None = None
+        """The brokers of a cluster; None if the server is none of a cluster, or none was asked for yet."""
+        self._crew: ThreadPoolExecutor | None = None
+        self._routed: weakref.WeakSet[RoutedTopic] = weakref.WeakSet()
         self._identity: tuple[float, tuple[str, str] | None] | None = None
         """When the identity was last asked for, and what it was then."""
 
-    def create_topic(self, topic: Topic) -> RemoteTopic:
+    def create_topic(self, topic: Topic) -> TopicLog:
         connection = self._session.connection()
         until = time.monotonic() + connection.patience_s
         was_sent = False
@@ -57,11 +68,11 @@ class RemoteLog(Log):
                     {"settings": wire.topic_to_dict(topic)},
                     max(0.0, until - time.monotonic()),
                 )
-                return RemoteTopic(wire.topic_of(found["topic"]), self._session)
+                return self._handle(wire.topic_of(found["topic"]))
             except TopicExists:
                 # If an earlier try was sent, this may be the topic that it has made: the id says so.
                 if was_sent and (there := self._find(topic.name)) is not None and there.id == topic.id:
-                    return RemoteTopic(there, self._session)
+                    return self._handle(there)
                 raise
             except (Unanswered, *AWAY) as error:
                 self._session.connection()
@@ -73,6 +84,22 @@ class RemoteLog(Log):
                         f"{self.url}: {error}; whether the topic {topic.name} was made is not known: look for it"
                     ) from error
                 raise ReadFailed(f"{self.url}: {error}; the topic {topic.name} was not made") from error
+
+    def _handle(self, topic: Topic) -> TopicLog:
+        """The topic, as far as the server that has just answered can tell: that of one server, or of a cluster."""
+        connection = self._session.connection()
+        hello = connection.last_hello
+        any_of_them = RemoteTopic(topic, self._session)
+        if hello is None or not hello.is_cluster:
+            return any_of_them
+        with self._lock:
+            if self._peers is None or self._crew is None:
+                self._peers = Peers(self._settings)
+                self._crew = ThreadPoolExecutor(THREADS_MAX, "pxrs-brokers")
+            routes = AskedRoutes(topic, self._peers, any_of_them.owners, self._session.connection)
+            routed = RoutedTopic(topic, routes, self._crew, self._settings.patience_s)
+            self._routed.add(routed)
+            return routed
 
     def _find(self, name: str) -> Topic | None:
         return next((each for each in self.topics() if each.name == name), None)
@@ -89,10 +116,10 @@ class RemoteLog(Log):
             found.append(DamagedTopic(each["name"], each["id"], error))
         return found
 
-    def topic(self, name: str) -> RemoteTopic:
-        return RemoteTopic(wire.topic_of(self._session.ask("log.topic", {"topic": name})["topic"]), self._session)
+    def topic(self, name: str) -> TopicLog:
+        return self._handle(wire.topic_of(self._session.ask("log.topic", {"topic": name})["topic"]))
 
-    def alter_topic(self, name: str, changes: Mapping[str, object]) -> RemoteTopic:
+    def alter_topic(self, name: str, changes: Mapping[str, object]) -> TopicLog:
         connection = self._session.connection()
         arguments = {"topic": name, "changes": dict(changes)}
         try:
@@ -103,7 +130,7 @@ class RemoteLog(Log):
                     f"{self.url}: {error}; whether the settings of {name} were changed is not known: look, or repeat it"
                 ) from error
             raise ReadFailed(f"{self.url}: {error}; the settings of {name} were not changed") from error
-        return RemoteTopic(wire.topic_of(found["topic"]), self._session)
+        return self._handle(wire.topic_of(found["topic"]))
 
     def delete_topic(self, name: str) -> str:
         connection = self._session.connection()
@@ -141,4 +168,12 @@ class RemoteLog(Log):
         return identity
 
     def close(self) -> None:
-        self._session.close()
+        self._session.close()  # a later call raises Closed before it needs what follows
+        with self._lock:
+            peers, crew, routed = self._peers, self._crew, list(self._routed)
+        if peers is not None:
+            peers.close()
+        if crew is not None:
+            crew.shutdown(wait=False, cancel_futures=True)
+        for each in routed:
+            each.wake()

@@ -44,6 +44,8 @@ class Settings:
     token_file: Path | None = None
     given_token: str | None = field(default=None, repr=False)
     """The token of the environment; not used if there is a `token_file`."""
+    is_direct: bool = False
+    """The server is a broker, and is asked for partitions that it owns itself (`routes`)."""
 
     @classmethod
     def of(cls, address: Address) -> Self:

@@ -130,6 +130,9 @@ class RemoteTopic(TopicLog):
 
         return self._session.patiently(attempt)
 
+    def owners(self) -> dict[int, str]:
+        return {int(partition): str(address) for partition, address in self._ask("topic.owners")["owners"]}
+
     def offset_at(self, partition: int, timestamp: int) -> int:
         self._checked((partition,))
         return int(self._ask("topic.offset_at", partition=partition, timestamp=timestamp)["offset"])

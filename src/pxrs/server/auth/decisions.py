@@ -190,6 +190,7 @@ CALLS: Final[Mapping[str, Decision]] = {
     "log.alter_topic": _topic("admin"),
     "log.delete_topic": _topic("admin"),
     "topic.bounds": _topic("describe", "read"),
+    "topic.owners": _stage("describe", "read", "write"),
     "topic.offset_at": _topic("describe", "read"),
     "topic.end_before": _topic("describe", "read"),
     "topic.plan_retention": _topic("admin"),

@@ -1,0 +1,186 @@
+"""`pxrs broker`: one broker of a replicated cluster (docs/cluster.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from pxrs.cli.exits import exit_codes
+from pxrs.cli.listening import check_listen
+from pxrs.cli.monitoring import MetricsListen, monitored
+from pxrs.cli.serve import keep_beating, tls_credentials, with_limits
+from pxrs.cli.terminal import echo
+from pxrs.errors import InvalidArgument, MissingDependency
+from pxrs.metrics.health import Beat, Verdict
+
+if TYPE_CHECKING:
+    from pxrs.cluster.broker.running import RunningBroker
+    from pxrs.server.serving import ServerSettings
+
+LISTEN_DEFAULT: Final = "127.0.0.1:7077"
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+@exit_codes()
+def broker(
+    registry: Annotated[
+        str,
+        typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry of the cluster."),
+    ],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
+    ] = LISTEN_DEFAULT,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            "--advertise", metavar="HOST:PORT", help="The address for clients and other brokers, if --listen is not."
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="Shown by pxrs cluster status.")] = "",
+    lease_s: Annotated[
+        float,
+        typer.Option("--lease-s", min=1.0, help="After so many seconds of silence other brokers take the partitions."),
+    ] = 6.0,
+    node_timeout_s: Annotated[
+        float, typer.Option("--node-timeout-s", min=0.1, help="How long a storage node may take to answer.")
+    ] = 5.0,
+    append_s: Annotated[
+        float, typer.Option("--append-s", min=0.1, help="How long an append waits for enough copies.")
+    ] = 10.0,
+    cache_mb: Annotated[
+        int, typer.Option("--cache-mb", min=1, help="How much of the newest messages is kept in memory for readers.")
+    ] = 256,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Listen on other addresses than loopback although everybody may do everything."
+        ),
+    ] = False,
+    auth: Annotated[
+        str | None,
+        typer.Option(
+            "--auth",
+            envvar="PXRS_AUTH",
+            metavar="FILE",
+            help="Refuse clients without a token of this file: pxrs token create.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", metavar="FILE", help="The token to show to storage nodes and other brokers."),
+    ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option("--ca-file", metavar="FILE", help="Reach storage nodes and brokers by TLS; trust this authority."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option("--tls-cert", metavar="FILE", help="The broker's certificate, in PEM; with --tls-key."),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, in PEM.")
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option("--tls-client-ca", metavar="FILE", help="Refuse clients without a certificate of this authority."),
+    ] = None,
+    metrics_listen: MetricsListen = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option("--limit", metavar="NAME=VALUE", help="A limit, see docs/serve.md. May be given several times."),
+    ] = None,
+) -> None:
+    """Run a broker until Ctrl-C or SIGTERM: it owns partitions, and clients reach the cluster through it.
+
+    Any broker takes every call. A broker that ends, or is killed, is followed by the others: they take its partitions,
+    and clients find them there by themselves.
+    """
+    # Over the limit: each option of the command is a parameter with its help text.
+    try:
+        from pxrs import registry as registries
+        from pxrs.cluster.broker.context import BrokerSettings
+        from pxrs.cluster.broker.running import RunningBroker
+        from pxrs.cluster.links import LinkSettings
+        from pxrs.remote.client.settings import Certificates, Settings
+        from pxrs.server.descriptors import connections_within
+        from pxrs.server.serving import ServerSettings
+        from pxrs.server.settings import ServerLimits
+    except ImportError as error:
+        raise MissingDependency(
+            f"pxrs broker needs {error.name}: pip install 'pxrs[remote]'", name=error.name
+        ) from error
+    check_listen(listen, is_open=auth is None and not insecure)
+    if registry.startswith("memory:"):
+        raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")
+    limits = with_limits(ServerLimits(), {}, limit or ())
+    limits = replace(limits, connections_max=connections_within(limits.connections_max))
+    server = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
+    own = (None, None) if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes())
+    certificates = None if ca_file is None else Certificates(ca_file.read_bytes(), *own)
+    running = RunningBroker(
+        registries.open(registry),
+        name=name,
+        settings=BrokerSettings(append_s=append_s, recent_bytes=cache_mb << 20),
+        links=LinkSettings(node_timeout_s, token_file=token_file, certificates=certificates),
+        peers=Settings("pxrs://", (), 2.0, 2.0, certificates, token_file),
+        lease_ttl=lease_s,
+    )
+    try:
+        asyncio.run(_run(running, server, advertise, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
+    finally:
+        running.close()
+
+
+async def _run(
+    running: RunningBroker, settings: ServerSettings, advertise: str | None, *, is_tls: bool, metrics_listen: str | None
+) -> None:
+    from pxrs.server.serving import Server
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    server = Server(running.hub, settings)
+    beat = Beat("the event loop")
+    beating = loop.create_task(keep_beating(beat))
+    state = _State(running)
+    try:
+        with monitored(metrics_listen, live=beat.verdict, ready=state.verdict, tell=echo):
+            await server.start()
+            await asyncio.to_thread(running.join, advertise or server.address)
+            running.hub.start_upkeep()
+            state.reason = None
+            echo(f"broker of {running.hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
+            await stop.wait()
+            state.reason = "the broker is stopping"
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)  # a second signal ends the process at once
+            echo("stopping: other brokers take the partitions; waiting for calls that are under way")
+            await asyncio.to_thread(running.leave)
+            await server.stop()
+    finally:
+        beating.cancel()
+
+
+class _State:
+    """Whether the broker is ready. Read by the thread of the health endpoint."""
+
+    def __init__(self, running: RunningBroker) -> None:
+        self._running = running
+        self.reason: str | None = "the broker is starting"
+        """Why the broker does not serve; None if it does."""
+
+    def verdict(self) -> Verdict:
+        if self.reason is not None:
+            return Verdict(False, self.reason)
+        partitions = self._running.ownership.partitions().values()
+        unopened = sum(partition.why_not is not None for partition in partitions)
+        fields = {"partitions": len(partitions), "not serving": unopened}
+        if self._running.broker.membership.lease is None:
+            return Verdict(False, "the broker has no lease in the registry; it joins again when it can", fields)
+        return Verdict(True, "", fields)

@@ -1,0 +1,62 @@
+"""What the parts of one broker share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from pxrs.clock import SYSTEM, Clock
+from pxrs.cluster.broker.membership import Membership
+from pxrs.cluster.broker.reading import LedgerReader, Links
+from pxrs.cluster.broker.recent import Recent
+from pxrs.cluster.broker.view import View
+from pxrs.cluster.placement import choose, ensemble, placement_named, storage_candidates
+from pxrs.cluster.records import TopicRecord
+from pxrs.registry.contract import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerSettings:
+    """What an operator can set; `pxrs broker` has an option for each."""
+
+    append_s: float = 10.0
+    """How long an append waits for its acknowledgements before its outcome is reported as unknown."""
+    recovery_s: float = 30.0
+    """How long a recovery waits for nodes before it is begun again."""
+    recent_bytes: int = 256 << 20
+    """How much of what was appended last is kept in memory for readers."""
+    pending_bytes_max: int = 64 << 20
+    """How many bytes of one partition may wait for acknowledgements; further appends wait."""
+    openings_max: int = 16
+    """How many partitions are opened at a time."""
+    copies_grace_s: float = 10.0
+    """How long a node may be away before its copies are made anew on others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """What the parts of one broker share. Threads share it."""
+
+    registry: Registry
+    view: View
+    membership: Membership
+    links: Links
+    reader: LedgerReader
+    recent: Recent
+    crew: ThreadPoolExecutor
+    """For work that waits: commits of ledgers, answers of nodes."""
+    settings: BrokerSettings = field(default_factory=BrokerSettings)
+    clock: Clock = SYSTEM
+    turns: itertools.count[int] = field(default_factory=itertools.count)
+
+    def ensemble(self, topic: TopicRecord) -> tuple[str | None, ...]:
+        """The nodes of a new ledger; None where there is none."""
+        placement = placement_named(topic.placement)
+        return ensemble(placement, self.view.seen.alive, topic.quorum.ensemble, next(self.turns))
+
+    def spares(self, topic: TopicRecord, without: Iterable[str]) -> list[str]:
+        """The nodes that may take the place of another, the best first."""
+        candidates = storage_candidates(self.view.seen.alive, without)
+        return choose(placement_named(topic.placement), candidates, len(candidates), next(self.turns))

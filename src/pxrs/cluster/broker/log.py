@@ -1,0 +1,208 @@
+"""The log of a cluster, as a broker has it: see `pxrs.log.contract.Log`. Topics are records in the registry."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from pxrs.cluster import records
+from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.ownership import Ownership
+from pxrs.cluster.broker.topic import OwnedTopic
+from pxrs.cluster.ledgers import Quorum
+from pxrs.cluster.records import DeletedTopic, OwnerRecord, TopicRecord
+from pxrs.errors import Closed, Conflict, PartitionMoved, PxrsError, TopicDeleted, TopicExists, UnknownTopic
+from pxrs.log.contract import DamagedTopic, Log, TopicLog
+from pxrs.model import STORED_TOPIC_NAME, Topic, is_internal
+from pxrs.registry.contract import ABSENT
+from pxrs.remote.client.routed import RoutedTopic
+from pxrs.remote.client.routes import Peers
+
+_logger = logging.getLogger(__name__)
+
+TRIES_MAX: Final = 100
+"""How often a change of a topic is tried again because another one came first."""
+PATIENCE_S: Final = 30.0
+"""How long a call of this broker waits until the partitions that it concerns have an owner that answers."""
+
+
+class BrokerRoutes:
+    """Which handle serves a partition: this broker itself, or the client of another one (`routed.Routes`)."""
+
+    def __init__(self, record: TopicRecord, log: ClusterLog) -> None:
+        self._record, self._log = record, log
+        self._forgotten: dict[int, float] = {}
+
+    def check(self) -> None:
+        self._log.check_usable()
+
+    def handle(self, partition: int) -> TopicLog:
+        log, topic = self._log, self._record.topic
+        log.check_usable()
+        if log.ownership.owned(topic.id, partition) is not None:
+            return log.local(self._record)
+        if partition in self._forgotten:
+            del self._forgotten[partition]
+            seen = log.broker.view.refresh()
+        else:
+            seen = log.broker.view.seen
+        found = seen.topics.get(topic.name)
+        if found is None or found[0].topic.id != topic.id:
+            log.check_topic(topic)
+        owner = seen.owners.get((topic.id, partition), (OwnerRecord(), 0))[0]
+        if not owner.address or owner.broker not in seen.brokers or owner.broker == log.broker.membership.incarnation:
+            self._forgotten[partition] = 0.0
+            raise PartitionMoved(f"{topic.name}/{partition}: no broker serves the partition yet")
+        return log.peers.topic(owner.address, topic)
+
+    def forget(self, partition: int, handle: TopicLog) -> None:
+        self._forgotten[partition] = 0.0
+
+
+class ClusterTopic(RoutedTopic):
+    """A topic at a broker: its own partitions, and those of other brokers."""
+
+    def __init__(self, record: TopicRecord, log: ClusterLog) -> None:
+        super().__init__(record.topic, BrokerRoutes(record, log), log.broker.crew, PATIENCE_S)
+        self._record, self._log = record, log
+        self.clock = log.clock
+
+    @property
+    def local(self) -> TopicLog:
+        return self._log.local(self._record)
+
+    def owners(self) -> dict[int, str]:
+        seen = self._log.broker.view.seen
+        found = {}
+        for partition in range(self.partitions):
+            owner = seen.owners.get((self.id, partition), (OwnerRecord(), 0))[0]
+            if owner.address and owner.broker in seen.brokers:
+                found[partition] = owner.address
+        return found
+
+
+class ClusterLog(Log):
+    """The topics of the cluster. Threads share it."""
+
+    keeps_copies = True
+
+    def __init__(self, broker: Broker, ownership: Ownership, peers: Peers, cluster: str, url: str) -> None:
+        """cluster: the cluster's id; url: how the log is shown."""
+        self.url, self.clock = url, broker.clock
+        self.broker, self.ownership, self.peers = broker, ownership, peers
+        self._cluster = cluster
+        self._is_closed = False
+
+    def create_topic(self, topic: Topic) -> TopicLog:
+        self.check_usable()
+        chosen = {name: getattr(topic, name) for name in ("ensemble", "write_quorum", "ack_quorum")}
+        record = TopicRecord(topic, Quorum(**{name: value for name, value in chosen.items() if value is not None}))
+        key = records.topic_key(topic.name)
+        try:
+            self.broker.registry.commit({key: ABSENT}, {key: record.dump()})
+        except Conflict:
+            raise TopicExists(f"there is a topic {topic.name!r} already") from None
+        self.broker.view.look_again()
+        return ClusterTopic(record, self)
+
+    def topics(self) -> list[Topic]:
+        self.check_usable()
+        return sorted((record.topic for record in self._records().values()), key=lambda topic: topic.name)
+
+    def _records(self) -> dict[str, TopicRecord]:
+        return {
+            entry.key.removeprefix(records.TOPICS): TopicRecord.parse(entry.key, entry.value)
+            for entry in self.broker.registry.scan(records.TOPICS)
+        }
+
+    def damaged_topics(self) -> list[DamagedTopic]:
+        self.check_usable()
+        return []
+
+    def topic(self, name: str) -> TopicLog:
+        return ClusterTopic(self._record(name)[0], self)
+
+    def _record(self, name: str) -> tuple[TopicRecord, int]:
+        self.check_usable()
+        is_name = isinstance(name, str) and STORED_TOPIC_NAME.fullmatch(name) is not None
+        entry = self.broker.registry.get(records.topic_key(name)) if is_name else None
+        if entry is None:
+            raise UnknownTopic(name, sorted(each for each in self._records() if not is_internal(each)))
+        return TopicRecord.parse(entry.key, entry.value), entry.version
+
+    def alter_topic(self, name: str, changes: Mapping[str, object]) -> TopicLog:
+        key = records.topic_key(name)
+        for _ in range(TRIES_MAX):
+            record, version = self._record(name)
+            altered = TopicRecord(record.topic.altered(changes), record.quorum, record.placement)
+            try:
+                self.broker.registry.commit({key: version}, {key: altered.dump()})
+            except Conflict:
+                continue
+            self.broker.view.refresh()
+            return ClusterTopic(altered, self)
+        raise TopicExists(f"the settings of {name} are changed by others all the time")
+
+    def delete_topic(self, name: str) -> str:
+        key = records.topic_key(name)
+        for _ in range(TRIES_MAX):
+            record, version = self._record(name)
+            gone = DeletedTopic(name, record.topic.partitions, time.time())
+            try:
+                self.broker.registry.commit(
+                    {key: version}, {records.deleted_key(record.topic.id): gone.dump()}, delete=[key]
+                )
+            except Conflict:
+                continue
+            self.broker.view.refresh()
+            self.broker.crew.submit(self._finish, record.topic.id, gone)
+            return record.topic.id
+        raise TopicExists(f"topic {name} is changed by others all the time")
+
+    def finish_deletions(self) -> None:
+        for entry in self.broker.registry.scan(records.DELETED):
+            gone = DeletedTopic.parse(entry.key, entry.value)
+            self._finish(entry.key.removeprefix(records.DELETED), gone)
+
+    def _finish(self, topic_id: str, gone: DeletedTopic) -> None:
+        """Remove what the registry holds of a deleted topic (P7). The nodes find that their ledgers have no record."""
+        registry = self.broker.registry
+        try:
+            for partition in range(gone.partitions):
+                key = records.owner_key(topic_id, partition)
+                entry = registry.get(key)
+                if entry is not None:
+                    owner = OwnerRecord.parse(entry.key, entry.value)
+                    if not owner.is_deleted:  # from now on nobody creates a ledger of this partition
+                        registry.commit({key: entry.version}, {key: owner.deleted().dump()})
+                for ledger in registry.scan(records.ledgers_prefix(topic_id, partition)):
+                    registry.commit(delete=[ledger.key])
+            for partition in range(gone.partitions):
+                registry.commit(delete=[records.owner_key(topic_id, partition)])
+            registry.commit(delete=[records.deleted_key(topic_id)])
+        except PxrsError as error:
+            _logger.info("what is left of the deleted topic %s is removed later: %s", gone.name, error)
+
+    def identity(self, *, joins: bool) -> tuple[str, str]:
+        return self._cluster, f"cluster {self._cluster[:8]}"
+
+    def local(self, record: TopicRecord) -> OwnedTopic:
+        """What this broker serves of a topic."""
+        return OwnedTopic(record, self.broker, self.ownership)
+
+    def check_topic(self, topic: Topic) -> None:
+        """Raise TopicDeleted if the topic is not there any more."""
+        entry = self.broker.registry.get(records.topic_key(topic.name))
+        found = None if entry is None else TopicRecord.parse(entry.key, entry.value).topic.id
+        if found != topic.id:
+            raise TopicDeleted(topic.name, topic.id, is_made_again=found is not None)
+
+    def check_usable(self) -> None:
+        if self._is_closed:
+            raise Closed(f"the log of {self.url} was closed")
+        self.broker.registry.check_usable()
+
+    def close(self) -> None:
+        self._is_closed = True

@@ -1,0 +1,81 @@
+"""The broker's place in the cluster: its lease, and the key that names it and its load (P1)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from typing import Final
+
+from pxrs import __version__
+from pxrs.cluster import records
+from pxrs.cluster.records import BrokerRecord
+from pxrs.errors import LeaseExpired
+from pxrs.registry.contract import Registry
+from pxrs.registry.lease import Lease
+
+_logger = logging.getLogger(__name__)
+
+LEASE_TTL_DEFAULT: Final = 6.0
+
+
+class Membership:
+    """One broker, which may have several incarnations one after the other: a lease that was lost is not revived (R3).
+    Threads share it."""
+
+    def __init__(self, registry: Registry, address: str, name: str, lease_ttl: float) -> None:
+        self._registry, self.address, self._name, self._lease_ttl = registry, address, name, lease_ttl
+        self._lock = threading.Lock()
+        self._lease: Lease | None = None
+        self.incarnation = ""
+        """Names this incarnation in owner records; empty before the first `join`."""
+        self._load = 0.0
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease if it lives, as far as this process can know."""
+        lease = self._lease
+        return lease if lease is not None and lease.alive else None
+
+    def join(self) -> bool:
+        """Have a living lease and a key. True if the incarnation is a new one: then every claim of the last one is
+        void, and other brokers may have taken its partitions. Raises what the registry raises."""
+        with self._lock:
+            if self.lease is not None:
+                return False
+            old, lease = self._lease, self._registry.lease(self._lease_ttl)
+            incarnation = uuid.uuid4().hex
+            try:
+                self._registry.commit(ephemeral={records.broker_key(incarnation): self._record().dump()}, lease=lease)
+            except BaseException:
+                lease.close()
+                raise
+            if old is not None:
+                _logger.warning(
+                    "the broker %s has lost its lease, and with it its partitions; it goes on as %s",
+                    self.incarnation,
+                    incarnation,
+                )
+                old.close()
+            self._lease, self.incarnation = lease, incarnation
+            return True
+
+    def tell_load(self, load: float) -> None:
+        """Put the load into the key, if it has changed. Raises what the registry raises."""
+        lease = self.lease
+        if lease is None or load == self._load:
+            return
+        self._load = load
+        try:
+            self._registry.commit(ephemeral={records.broker_key(self.incarnation): self._record().dump()}, lease=lease)
+        except LeaseExpired:
+            return  # noticed by the next `join`
+
+    def _record(self) -> BrokerRecord:
+        return BrokerRecord(self.address, self._name, self._load, version=__version__)
+
+    def close(self) -> None:
+        """End the lease: other brokers take the partitions at once."""
+        with self._lock:
+            if self._lease is not None:
+                self._lease.close()

@@ -1,0 +1,70 @@
+"""Opens a partition that this broker has claimed.
+
+It recovers the last ledger, rebuilds the state of the producers, and begins the next ledger.
+
+Every step may be repeated: a broker that dies midway is followed by another one, which begins anew (C1).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pxrs.cluster import records
+from pxrs.cluster.broker.beginning import Claim
+from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.entries import STATE_ENTRY, load_state, origin_heads
+from pxrs.cluster.broker.opened import Opened
+from pxrs.cluster.broker.partition import OwnedPartition
+from pxrs.cluster.broker.recovering import Recoverer
+from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.records import OwnerRecord, state_ledgers
+from pxrs.errors import PartitionMoved, PartitionUnavailable
+from pxrs.log.producers import Producers
+
+_logger = logging.getLogger(__name__)
+
+
+def open_partition(broker: Broker, partition: OwnedPartition) -> None:
+    """Open the partition, and let it serve. Raises PartitionMoved if another broker has it, PartitionUnavailable if too
+    few nodes answer, what the registry raises."""
+    topic = partition.topic
+    key = records.owner_key(topic.topic.id, partition.partition)
+    entry = broker.registry.get(key)
+    owner = OwnerRecord() if entry is None else OwnerRecord.parse(entry.key, entry.value)
+    if entry is None or owner.broker != partition.incarnation or owner.epoch != partition.epoch:
+        moved = PartitionMoved(f"{partition.name}: another broker has claimed the partition")
+        partition.give_up(moved)
+        raise moved
+    partition.claim = Claim(owner, entry.version)
+    chain = [
+        (LedgerRecord.parse(found.key, found.value), found.version)
+        for found in broker.registry.scan(records.ledgers_prefix(topic.topic.id, partition.partition))
+    ]
+    closed = [record for record, _ in chain]
+    if chain and not closed[-1].is_closed:
+        record, version = chain[-1]
+        _logger.info("recovering ledger %s", record.id)
+        closed[-1] = Recoverer(broker, topic, record, version, partition.epoch).run().record
+    producers = _producers(broker, partition, closed)
+    end = closed[-1].end if closed else 0
+    assert end is not None
+    partition.serve(Opened(closed, partition.begin_next(end), producers))
+
+
+def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRecord]) -> Producers:
+    """The producers' state at the end of the closed ledgers (C3)."""
+    producers = Producers()
+    now = broker.clock.wall_time_us() / 1e6
+    for record in closed[state_ledgers(closed) :] if closed else ():
+        if record.last is None or record.last < STATE_ENTRY:
+            continue
+        (state,) = broker.reader.read(record, STATE_ENTRY, STATE_ENTRY)
+        try:
+            producers.load(load_state(bytes(state.body)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PartitionUnavailable(partition.name, f"entry 0 of ledger {record.id} is damaged: {error}") from error
+        if record.last > STATE_ENTRY:
+            for read in broker.reader.read(record, STATE_ENTRY + 1, record.last, heads=True):
+                where = f"entry {read.entry} of ledger {record.id}"
+                producers.note_all(origin_heads(read.body, where, partition.place), now)
+    return producers

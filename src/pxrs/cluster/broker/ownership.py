@@ -1,0 +1,208 @@
+"""Which partitions this broker owns: it claims those without a living owner that fall to it, and opens them (P5).
+
+One thread looks, after each change of the registry that concerns brokers, topics or owners. What it does is decided
+from what it sees, and made true by commits that expect it:
+
+    what is seen                                                what is done
+    an owned partition is not open, or its writer has stopped   open it (again)
+    the owner record of an owned partition names another claim  give it up
+    a partition's owner is not there any more                   the least loaded broker claims it; any, after CLAIM_S
+    the lease was lost                                          give everything up, join as a new incarnation
+
+A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read.
+So of two brokers one gets the partition, a broker whose lease has ended gets none, and a deleted topic gets no owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from pxrs.cluster import records
+from pxrs.cluster.broker.beginning import Claim
+from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.opening import open_partition
+from pxrs.cluster.broker.partition import OwnedPartition
+from pxrs.cluster.broker.view import Place, Seen
+from pxrs.cluster.placement import Candidate, choose, least_loaded
+from pxrs.cluster.records import OwnerRecord, TopicRecord
+from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PartitionMoved, PxrsError, TopicDeleted
+from pxrs.registry.contract import ABSENT
+from pxrs.waiting import Subscribers, start_thread
+
+_logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""How often the broker looks although nothing has changed."""
+CLAIM_S: Final = 2.0
+"""How long a partition may be without an owner before any broker claims it."""
+RETRY_S: Final = 0.5
+"""How long to wait before a partition that could not be opened is tried again."""
+
+
+class Ownership:
+    """Runs from `start` to `close`. Threads share it."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._lock = threading.Lock()
+        self._owned: dict[Place, OwnedPartition] = {}
+        self._opening: dict[Place, float] = {}
+        """Partitions that a thread opens, or before when they are not tried again (monotonic)."""
+        self._orphans: dict[Place, float] = {}
+        """Since when a partition is seen without an owner."""
+        self._subscribers: dict[str, Subscribers] = {}
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._pool = ThreadPoolExecutor(broker.settings.openings_max, "pxrs-opening")
+        self._subscription = broker.view.subscribe(self._wake.set)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._broker.membership.join()
+        self._thread = start_thread(self._run, "pxrs-ownership")
+
+    def owned(self, topic_id: str, partition: int) -> OwnedPartition | None:
+        return self._owned.get((topic_id, partition))
+
+    def partitions(self) -> dict[Place, OwnedPartition]:
+        with self._lock:
+            return dict(self._owned)
+
+    def subscribers(self, topic_id: str) -> Subscribers:
+        """Those who wait for partitions of a topic here."""
+        with self._lock:
+            return self._subscribers.setdefault(topic_id, Subscribers())
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+            if self._is_closed:
+                return
+            try:
+                if self._broker.membership.join():
+                    self._give_up_all(PartitionMoved("the broker has lost its lease"))
+                    self._broker.view.refresh()
+                self._look(self._broker.view.seen)
+                self._broker.membership.tell_load(float(len(self._owned)))
+            except Closed:
+                return
+            except PxrsError as error:
+                _logger.warning("ownership of partitions could not be looked at, tried again soon: %s", error)
+            except Exception:
+                _logger.exception("ownership of partitions could not be looked at, tried again soon")
+
+    def _look(self, seen: Seen) -> None:
+        me = self._broker.membership.incarnation
+        topics = {record.topic.id: (record, version) for record, version in seen.topics.values()}
+        for place, partition in self.partitions().items():
+            owner = seen.owners.get(place)
+            if place[0] not in topics and owner is not None:
+                self._give_up(place, TopicDeleted(partition.topic.topic.name, place[0], is_made_again=False))
+            elif owner is not None and owner[0].broker != me and owner[0].epoch >= partition.epoch:
+                self._give_up(place, PartitionMoved(f"{partition.name}: another broker has claimed the partition"))
+            elif partition.is_stuck:
+                self._begin(place, partition)
+            else:
+                partition.offer_spares()
+        load = Counter(owner.broker for owner, _ in seen.owners.values())
+        candidates = {each: Candidate(each, float(load[each])) for each in sorted({*seen.brokers, me})}
+        for topic_id, (topic, version) in topics.items():
+            for number in range(topic.topic.partitions):
+                self._consider((topic_id, number), topic, version, seen, candidates)
+
+    def _consider(
+        self, place: Place, topic: TopicRecord, version: int, seen: Seen, candidates: dict[str, Candidate]
+    ) -> None:
+        """Claim a partition if it has no living owner and falls to this broker."""
+        owner, owner_version = seen.owners.get(place, (OwnerRecord(), ABSENT))
+        me = self._broker.membership.incarnation
+        if place in self._owned or owner.is_deleted:
+            return
+        if owner.broker in candidates and owner.broker != me:
+            self._orphans.pop(place, None)
+            return
+        since = self._orphans.setdefault(place, time.monotonic())
+        (chosen,) = choose(least_loaded, list(candidates.values()), 1, place[1]) or [me]
+        candidates[chosen] = candidates[chosen]._replace(load=candidates[chosen].load + 1)
+        if chosen == me or time.monotonic() - since > CLAIM_S:
+            self._claim(place, topic, version, owner, owner_version)
+
+    def _claim(self, place: Place, topic: TopicRecord, version: int, owner: OwnerRecord, owner_version: int) -> None:
+        membership = self._broker.membership
+        lease = membership.lease
+        if lease is None:
+            return
+        key = records.owner_key(*place)
+        claimed = owner.claimed(membership.incarnation, membership.address)
+        try:
+            versions = self._broker.registry.commit(
+                {key: owner_version, records.topic_key(topic.topic.name): version}, {key: claimed.dump()}, lease=lease
+            )
+        except (Conflict, LeaseExpired, OutcomeUnknown):
+            # What became of it is seen at the next look: a claim that landed names this incarnation.
+            self._broker.view.look_again()
+            return
+        self._orphans.pop(place, None)
+        self._add(place, topic, claimed, versions[key])
+
+    def _add(self, place: Place, topic: TopicRecord, owner: OwnerRecord, version: int) -> None:
+        partition = OwnedPartition(self._broker, topic, place[1], Claim(owner, version), self.subscribers(place[0]))
+        with self._lock:
+            self._owned[place] = partition
+        _logger.info("claimed partition %s, epoch %d", partition.name, owner.epoch)
+        self._begin(place, partition)
+
+    def _begin(self, place: Place, partition: OwnedPartition) -> None:
+        """Open a partition on another thread, unless one does so already."""
+        with self._lock:
+            if self._opening.get(place, 0.0) > time.monotonic() or self._is_closed:
+                return
+            self._opening[place] = float("inf")
+        self._pool.submit(self._open, place, partition)
+
+    def _open(self, place: Place, partition: OwnedPartition) -> None:
+        pause_s = 0.0
+        try:
+            began = time.monotonic()
+            open_partition(self._broker, partition)
+            _logger.info("serving partition %s after %.3f s", partition.name, time.monotonic() - began)
+        except PxrsError as error:
+            pause_s = RETRY_S
+            _logger.warning("partition %s could not be opened, tried again in %g s: %s", partition.name, pause_s, error)
+        except Exception:
+            pause_s = RETRY_S
+            _logger.exception("partition %s could not be opened, tried again in %g s", partition.name, pause_s)
+        finally:
+            with self._lock:
+                self._opening[place] = time.monotonic() + pause_s
+            if pause_s:
+                threading.Timer(pause_s, self._wake.set).start()
+
+    def _give_up(self, place: Place, why: PxrsError) -> None:
+        with self._lock:
+            partition = self._owned.pop(place, None)
+        if partition is not None:
+            _logger.info("gave up partition %s: %s", partition.name, why)
+            partition.give_up(why)
+
+    def _give_up_all(self, why: PxrsError) -> None:
+        for place in self.partitions():
+            self._give_up(place, why)
+
+    def close(self) -> None:
+        """Release everything: the lease ends, and other brokers take the partitions at once."""
+        self._is_closed = True
+        self._wake.set()
+        self._subscription.close()
+        if self._thread is not None:
+            self._thread.join(LOOK_S * 5)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for place, partition in self.partitions().items():
+            partition.close_ledger()
+            self._give_up(place, PartitionMoved(f"{partition.name}: the broker is stopping"))

@@ -1,0 +1,446 @@
+"""A partition that this broker owns: its chain of ledgers, the last of which this broker writes.
+
+| state | becomes | when |
+|---|---|---|
+| serving | stuck | an entry was not acknowledged in time, the writer was fenced, or a ledger could not be rolled |
+| stuck | serving | the broker has recovered its own ledger and opened the next one (`opening`), still under its claim |
+| serving, stuck | gone | the claim or the lease was lost, the topic deleted, the broker closed |
+
+Offsets are given out before their entries are confirmed; readers see only what is confirmed (C4). An entry that failed
+keeps its offset: the partition takes no more appends until its ledger has been recovered. A retry of a batch that waits
+for its confirmation waits for the same one (`place` finds it among the producers), and is not stored again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pxrs.cluster import records
+from pxrs.cluster.broker.beginning import Claim, next_ledger
+from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, origin_heads, state_entry, within
+from pxrs.cluster.broker.index import Indexed, LedgerIndex
+from pxrs.cluster.broker.opened import Opened, Ticket
+from pxrs.cluster.broker.reading import body_of
+from pxrs.cluster.broker.retaining import Piece, keep_from
+from pxrs.cluster.broker.writing import LedgerShell
+from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.records import TopicRecord
+from pxrs.errors import (
+    AppendFailed,
+    AppendUnknown,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    PartitionMoved,
+    PartitionUnavailable,
+    PxrsError,
+    SequenceGap,
+    UnknownProducer,
+)
+from pxrs.log.batch import Batch, Origin, place_id
+from pxrs.log.contract import Append, Bounds
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
+from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers, named
+from pxrs.waiting import Subscribers
+
+_logger = logging.getLogger(__name__)
+
+CLOSE_S: Final = 2.0
+"""How long a broker that stops waits for a ledger to be closed."""
+
+
+class OwnedPartition:
+    """Threads share it."""
+
+    # Over the limit: the calls of TopicLog for one partition, and what opens and ends it.
+
+    def __init__(
+        self, broker: Broker, topic: TopicRecord, partition: int, claim: Claim, subscribers: Subscribers
+    ) -> None:
+        self.topic, self.partition = topic, partition
+        self.name = f"{topic.topic.name}/{partition}"
+        self._broker, self._subscribers = broker, subscribers
+        self.place = place_id(topic.topic.id, partition)
+        self.incarnation = broker.membership.incarnation
+        self.claim = claim
+        self.lock = threading.RLock()
+        """Guards the fields below, and the writer."""
+        self._changed = threading.Condition(self.lock)
+        self._recent = broker.recent.partition()
+        self._gone: PxrsError | None = None
+        self._stuck: PxrsError | None = PartitionUnavailable(self.name, "it is being opened")
+        self._generation = 0
+        self._chain: list[LedgerRecord] = []
+        self._writer: LedgerShell | None = None
+        self._index = LedgerIndex()
+        """Of the confirmed entries of the ledger that is written."""
+        self._producers = Producers()
+        self._pending: deque[Entry] = deque()
+        """Entries that are not confirmed, in order."""
+        self._pending_bytes = 0
+        self._next = 0
+        """The offset that the next message gets."""
+        self._end = 0
+        """The offset behind the last confirmed message."""
+        self._is_rolling = False
+
+    # The life of a partition.
+
+    @property
+    def epoch(self) -> int:
+        return self.claim.owner.epoch
+
+    def begin_next(self, base: int) -> LedgerShell:
+        """Create the next ledger, which begins at this offset, and its writer. Raises as `next_ledger`."""
+        begun = next_ledger(self._broker, self.topic, self.partition, self.claim, base)
+        self.claim = begun.claim
+        return LedgerShell(
+            self._broker, self.topic, begun.record, begun.version, self._changed, self._confirmed, self._stopped
+        )
+
+    def _stopped(self, writer: LedgerShell, why: str) -> None:
+        if writer is self._writer and self._stuck is None and self._gone is None:
+            _logger.warning("ledger %s: its writer has stopped: %s", writer.record.id, why)
+            self._stuck = PartitionUnavailable(self.name, f"its ledger is recovered, because the writer was {why}")
+            self._changed.notify_all()
+            self._broker.view.look_again()
+
+    def serve(self, opened: Opened) -> None:
+        """Serve what was opened."""
+        with self.lock:
+            self._generation += 1
+            self._chain, self._producers = opened.chain, opened.producers
+            self._pending.clear()
+            self._pending_bytes = 0
+            base = opened.writer.record.base
+            if base < self._end:
+                raise AssertionError(f"{self.name}: recovered up to {base}, and {self._end} was confirmed before")
+            if base != self._end or self._generation == 1:
+                self._recent.forget()  # entries that readers must get from nodes lie between
+            self._next = self._end = base
+            self._begin_ledger(opened.writer)
+            self._stuck = None
+            self._is_rolling = False
+            self._changed.notify_all()
+        self._subscribers.wake((self.partition,))
+
+    def _begin_ledger(self, writer: LedgerShell) -> None:
+        """Under the lock: append to this ledger from now on. Its first entry is the producers' state (C3)."""
+        self._writer, self._index = writer, LedgerIndex()
+        self._producers.forget_silent(self._broker.clock.wall_time_us() / 1e6 - SILENT_S_MAX)
+        entry = state_entry(self._producers, self._next, self._broker.clock.wall_time_us())
+        self._pending.append(entry)
+        self._pending_bytes += entry.size
+        writer.append(entry)
+
+    def give_up(self, why: PxrsError) -> None:
+        """Serve nothing any more: the claim is lost, or the topic is gone."""
+        with self.lock:
+            self._gone = self._gone or why
+            writer, self._writer = self._writer, None
+            self._changed.notify_all()
+            if writer is not None:
+                writer.stop()
+        self._recent.forget()
+        self._subscribers.wake((self.partition,))
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._stuck is not None and self._gone is None
+
+    @property
+    def why_not(self) -> PxrsError | None:
+        """Why it does not serve now; None if it does."""
+        return self._gone or self._stuck
+
+    def get_stuck(self, why: str) -> None:
+        """The writer has stopped: appends fail until the ledger is recovered. May be called again."""
+        with self.lock:
+            if self._stuck is None:
+                self._stuck = PartitionUnavailable(self.name, why)
+            if self._writer is not None:
+                self._writer.stop()
+            self._changed.notify_all()
+        self._broker.view.look_again()
+
+    def _check(self) -> None:
+        """Raise an error if this broker may not answer reads (C4): its lease may have ended, and another broker may
+        have taken the partition and confirmed more."""
+        if self._gone is not None:
+            raise self._gone
+        if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
+            raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
+        if self._generation == 0:
+            raise PartitionMoved(f"{self.name}: the partition is being opened")
+
+    # Reading.
+
+    def bounds(self) -> Bounds:
+        with self.lock:
+            self._check()
+            return Bounds(self._start, self._end)
+
+    @property
+    def _start(self) -> int:
+        return self._chain[0].base if self._chain else self._writer.record.base if self._writer else self._end
+
+    def read(self, offset: int, max_bytes: int) -> list[Batch]:
+        with self.lock:
+            self._check()
+            if offset > self._end:
+                raise OffsetOutOfRange(self.name, offset, self._end)
+            if offset < self._start:
+                raise OffsetTrimmed(self.name, offset, self._start)
+            if offset == self._end:
+                return []
+            kept = self._recent.read(offset, max_bytes)
+            if kept is None:
+                record, index = self._ledger_at(offset)
+        if kept is not None:
+            return within(kept, offset, max_bytes)
+        index = index or self._broker.reader.index(record)
+        first = index.find(offset)
+        last = index.reach(first, max_bytes)
+        found = [self._decoded(record, read.entry, body_of(read)) for read in self._read(record, first, last)]
+        with self.lock:
+            self._check()
+            if offset < self._start:  # it was trimmed meanwhile
+                raise OffsetTrimmed(self.name, offset, self._start)
+        return within((frame for entry in found for frame in entry.frames), offset, max_bytes)
+
+    def _read(self, record: LedgerRecord, first: int, last: int) -> Iterable:  # type: ignore[type-arg]
+        return self._broker.reader.read(record, first, last)
+
+    def _decoded(self, record: LedgerRecord, number: int, body: pa.Buffer) -> Entry:
+        return decode_entry(body, f"entry {number} of ledger {record.id}", self.place)
+
+    def _ledger_at(self, offset: int) -> tuple[LedgerRecord, LedgerIndex | None]:
+        """The ledger that has this offset, and its index if it is the one that is written. Under the lock."""
+        if self._writer is not None and offset >= self._writer.record.base:
+            return self._writer.record, self._index
+        at = bisect_right([record.base for record in self._chain], offset) - 1
+        while self._chain[at].end == self._chain[at].base and at + 1 < len(self._chain):
+            at += 1  # empty ones
+        return self._chain[at], None
+
+    def offset_at(self, timestamp: int) -> int:
+        with self.lock:
+            self._check()
+            ledgers: list[tuple[LedgerRecord, LedgerIndex | None]] = [(record, None) for record in self._chain]
+            if self._writer is not None:
+                ledgers.append((self._writer.record, self._index))
+            end = self._end
+        for record, known in ledgers:
+            index = known or self._broker.reader.index(record)
+            with self.lock:
+                number = next(index.not_before(timestamp), None)
+            if number is None:
+                continue
+            for read in self._read(record, number, number):
+                for frame in self._decoded(record, number, body_of(read)).frames:
+                    times = frame.batch().records.column("timestamp").cast(pa.int64())
+                    at = pc.index(pc.greater_equal(times, timestamp), True).as_py()
+                    if at >= 0:
+                        return frame.offset + int(at)
+        return end
+
+    # Appending.
+
+    def begin(self, batches: Sequence[Append]) -> Ticket | list[Outcome]:
+        """Give the batches offsets and send them to the nodes. Returns the outcomes at once if they are refused."""
+        try:
+            with self.lock:
+                self._wait_for_room()
+                return self._place(batches)
+        except (UnknownProducer, SequenceGap) as error:
+            return [NotStored(named(error, self.name))] * len(batches)
+        except AppendFailed as error:
+            return [NotStored(error)] * len(batches)
+
+    def _wait_for_room(self) -> None:
+        """Under the lock. Raises PartitionMoved, PartitionUnavailable."""
+        until = time.monotonic() + self._broker.settings.append_s
+        while True:
+            self._check()
+            if self._stuck is not None:
+                raise self._stuck
+            assert self._writer is not None
+            if self._is_full() and not self._is_rolling:
+                self._roll()
+                continue
+            if not self._is_rolling and self._pending_bytes < self._broker.settings.pending_bytes_max:
+                return
+            if not self._changed.wait(until - time.monotonic()):
+                raise PartitionUnavailable(self.name, "earlier appends are not acknowledged yet")
+
+    def _place(self, batches: Sequence[Append]) -> Ticket:
+        now = self._broker.clock.wall_time_us()
+        incoming = [Incoming(each.origin, each.payload.rows, each.since) for each in batches]
+        incoming = self._producers.recall(incoming, self._next, self._origins_since, now / 1e6)
+        placed = self._producers.place(incoming, self._next)
+        new = [(batch, at.offset) for batch, at in zip(batches, placed, strict=True) if at.is_new]
+        needed = max(at.offset + batch.payload.rows for batch, at in zip(batches, placed, strict=True))
+        if new:
+            assert self._writer is not None
+            entry = encode_entry(new, self.place, now)
+            self._writer.append(entry)
+            self._pending.append(entry)
+            self._pending_bytes += entry.size
+            self._next = entry.next_offset
+            for batch, offset in new:
+                self._producers.note(batch.origin, offset, now / 1e6)
+        return Ticket(placed, needed, self._generation)
+
+    def _origins_since(self, offset: int) -> list[tuple[Origin, int]] | None:
+        """The origins of the batches from this offset on, for `Producers.recall`; None if some are not there any more.
+        Called under the lock; reads only headers."""
+        if offset < self._start:
+            return None
+        found: list[tuple[Origin, int]] = []
+        ledgers = [record for record in self._chain if (record.end or 0) > offset]
+        if self._writer is not None:
+            ledgers.append(self._writer.record)
+        for record in ledgers:
+            is_written = self._writer is not None and record is self._writer.record
+            last = len(self._index) - 1 if is_written else record.last or 0
+            for read in self._broker.reader.read(record, 1, last, heads=True):
+                where = f"entry {read.entry} of ledger {record.id}"
+                found += [(head.origin, head.base_offset) for head in origin_heads(read.body, where, self.place)]
+        for entry in self._pending:
+            found += entry.origins(self.place)
+        return found
+
+    def wait(self, ticket: Ticket, until: float) -> list[Outcome]:
+        """The outcomes of an append, once they are known. until: on the monotonic clock."""
+        with self.lock:
+            while ticket.needed > self._end and ticket.generation == self._generation:
+                if self.why_not is not None:
+                    break
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            if ticket.needed <= self._end and ticket.generation == self._generation:
+                return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
+            why = self.why_not
+        if why is None and ticket.generation == self._generation:
+            self.get_stuck("an append was not acknowledged in time by enough storage nodes")
+        unknown = AppendUnknown(
+            f"{self.name}: {why or 'no acknowledgement of enough storage nodes came in time'}; the batch may be stored"
+        )
+        return [MaybeStored(unknown)] * len(ticket.placed)
+
+    def _confirmed(self, writer: LedgerShell, count: int) -> None:
+        """The first so many pending entries are confirmed. Called by the writer, under the lock."""
+        if writer is not self._writer:
+            return
+        for _ in range(count):
+            entry = self._pending.popleft()
+            self._pending_bytes -= entry.size
+            self._index.add(Indexed(entry.offset, entry.rows, entry.size, entry.last_timestamp, entry.stored_at))
+            if entry.rows:
+                self._recent.add(entry)
+                self._end = entry.next_offset
+        self._changed.notify_all()
+        self._subscribers.wake((self.partition,))
+
+    # Rolling: the next ledger begins.
+
+    def _is_full(self) -> bool:
+        """Under the lock: whether the next entry belongs into another ledger."""
+        assert self._writer is not None
+        if len(self._index) + len(self._pending) < 2:  # it has no messages yet
+            return False
+        topic, age_s = self.topic.topic, self.topic.topic.segment_age_s
+        age_us = self._broker.clock.wall_time_us() - self._writer.began_at
+        is_old = age_s is not None and not 0 <= age_us < age_s * 1e6  # below 0: the clock was ahead when it began
+        return self._writer.size >= topic.segment_bytes or is_old or self._writer.should_roll
+
+    def _roll(self) -> None:
+        """Under the lock: close this ledger and begin the next one, on another thread."""
+        self._is_rolling = True
+        self._broker.crew.submit(self._roll_apart, self._generation)
+
+    def _roll_apart(self, generation: int) -> None:
+        try:
+            assert self._writer is not None
+            closed = self._writer.close(time.monotonic() + self._broker.settings.append_s)
+            assert closed.end is not None
+            writer = self.begin_next(closed.end)
+        except Exception as error:  # noqa: BLE001 - the partition is opened again, which reports what is wrong
+            self.get_stuck(f"the next ledger could not be begun: {error}")
+            return
+        with self.lock:
+            if generation != self._generation or self._gone is not None:
+                return
+            self._chain.append(closed)
+            self._begin_ledger(writer)
+            self._is_rolling = False
+            self._changed.notify_all()
+
+    def offer_spares(self) -> None:
+        """Nodes may have come back: have the writer use them."""
+        with self.lock:
+            if self._writer is not None and self._stuck is None:
+                self._writer.offer_spares()
+
+    def close_ledger(self) -> None:
+        """Close the ledger before the partition is given up: the next owner need not recover it."""
+        with self.lock:
+            writer = self._writer if self._stuck is None and not self._is_rolling else None
+            self._is_rolling = True
+        if writer is not None:
+            try:
+                writer.close(time.monotonic() + CLOSE_S)
+            except PxrsError as error:
+                _logger.info("%s: %s; the next owner recovers it", self.name, error)
+
+    # Retention.
+
+    def expired(self, now: int, unread: int | None) -> int | None:
+        """The start that the partition may get by the topic's retention; None if nothing may be removed.
+
+        unread: from this offset on everything is kept."""
+        with self.lock:
+            self._check()
+            chain, index, end = list(self._chain), self._index, self._end
+            stored_at, size = index.stored_at, index.bytes
+        last = None if stored_at is None else Piece(end, stored_at, size)
+        start = keep_from(self.topic.topic, self._start, [Piece.of(record) for record in chain], last, now, unread)
+        return start if start > self._start else None
+
+    def trim(self, start: int) -> int | None:
+        """Remove the ledgers that end at this offset or before it; the new start, None if it did not move. Raises
+        PartitionMoved, PartitionUnavailable, what the registry raises."""
+        with self.lock:
+            self._check()
+            if start >= self._end and self._index.stored_at is not None and not self._pending and not self._is_rolling:
+                self._roll()
+            until = time.monotonic() + self._broker.settings.append_s
+            while self._is_rolling or (not len(self._index) and self.why_not is None):
+                if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
+                    break
+            if self.why_not is not None:
+                raise self.why_not
+            if not len(self._index):  # the producers' state is not yet in the ledger that stays (C3)
+                return None
+            gone = [record for record in self._chain if (record.end or 0) <= start]
+        key = records.owner_key(self.topic.topic.id, self.partition)
+        count = max(1, self._broker.registry.limits.commit_keys_max - 1)
+        for at in range(0, len(gone), count):
+            part = gone[at : at + count]
+            self._broker.registry.commit({key: self.claim.version}, delete=[record.key for record in part])
+            with self.lock:
+                self._chain = [record for record in self._chain if record not in part]
+        for record in gone:
+            self._broker.reader.forget(record.id)
+        return self.bounds().start if gone else None

@@ -1,0 +1,128 @@
+"""Reads entries of closed ledgers, and confirmed entries of open ones, from storage nodes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from threading import Lock
+from typing import Final
+
+import pyarrow as pa
+
+from pxrs.cluster.broker.index import Indexed, LedgerIndex
+from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.links import EntryRead, NodeLink
+from pxrs.errors import LedgerFenced, NodeUnreachable, ReadFailed, WrongNode
+
+INDEXES_MAX: Final = 64
+"""The indexes of so many closed ledgers are kept."""
+READ_S: Final = 5.0
+"""How long one node may take to answer a read, before the next one is asked."""
+PAGE: Final = 10_000
+"""How many entries of an index are asked for at a time."""
+_FAILURES: Final = (NodeUnreachable, WrongNode, LedgerFenced)
+
+Links = Callable[[str], NodeLink]
+"""The link to a node, by its id. Raises NodeUnreachable if its address is not known."""
+
+
+class LedgerReader:
+    """Threads share it."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._lock = Lock()
+        self._indexes: OrderedDict[str, LedgerIndex] = OrderedDict()
+
+    def index(self, record: LedgerRecord) -> LedgerIndex:
+        """The index of a closed ledger. Raises ReadFailed."""
+        with self._lock:
+            known = self._indexes.pop(record.id, None)
+            if known is not None:
+                self._indexes[record.id] = known
+                return known
+        assert record.last is not None
+        index = self.index_upto(record, record.last)
+        with self._lock:
+            self._indexes[record.id] = index
+            while len(self._indexes) > INDEXES_MAX:
+                self._indexes.popitem(last=False)
+        return index
+
+    def index_upto(self, record: LedgerRecord, last: int) -> LedgerIndex:
+        """The index of the entries up to this one, all of which the ledger has. Raises ReadFailed."""
+        found: dict[int, Indexed] = {}
+        errors: list[str] = []
+        for node in _nodes(record):
+            if all(entry in found for entry in range(last + 1)):
+                break
+            try:
+                for entry, head in self._index_of(node, record, last):
+                    found.setdefault(entry, head)
+            except _FAILURES as error:
+                errors.append(f"{node}: {error}")
+        index = LedgerIndex()
+        for entry in range(last + 1):
+            if entry not in found:
+                raise _unreadable(record, entry, errors)
+            index.add(found[entry])
+        return index
+
+    def _index_of(self, node: str, record: LedgerRecord, last: int) -> Iterator[tuple[int, Indexed]]:
+        after = -1
+        while after < last:
+            page = self._links(node).index(record.id, after=after, limit=PAGE, timeout_s=READ_S)
+            for entry, head in page.entries:
+                after = entry
+                yield entry, Indexed(head.offset, head.rows, head.size, head.last_timestamp, head.stored_at)
+            if not page.has_more:
+                return
+
+    def read(self, record: LedgerRecord, first: int, last: int, *, heads: bool = False) -> Iterator[EntryRead]:
+        """The entries from `first` to `last`, in order; heads: with the headers of their frames instead of their bytes.
+        Raises ReadFailed if no node that answers has one of them."""
+        found: dict[int, EntryRead] = {}
+        errors: list[str] = []
+        entry = first
+        while entry <= last:
+            began = entry
+            for node in _nodes(record, entry):
+                try:
+                    read = self._links(node).read(record.id, entry, last, heads=heads, timeout_s=READ_S)
+                except _FAILURES as error:
+                    errors.append(f"{node}: {error}")
+                    continue
+                errors += [f"{node}: {each.error}" for each in read if each.error is not None]
+                found |= {each.entry: each for each in read if each.head is not None}
+                while entry in found:
+                    yield found.pop(entry)
+                    entry += 1
+                if entry > last:
+                    return
+            if entry == began:
+                raise _unreadable(record, entry, errors)
+
+    def forget(self, ledger: str) -> None:
+        with self._lock:
+            self._indexes.pop(ledger, None)
+
+
+def _nodes(record: LedgerRecord, entry: int = 0) -> list[str]:
+    """The nodes that have entries of the ledger, those of this entry first. Ledgers begin with different ones."""
+    nodes = [node for _, node in record.nodes_of(entry) if node is not None]
+    turn = record.number % len(nodes) if nodes else 0
+    others = sorted(record.named - set(nodes))
+    return [*nodes[turn:], *nodes[:turn], *others]
+
+
+def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFailed:
+    why = "; ".join(errors) or "every node answers that it does not have it"
+    return ReadFailed(
+        f"entry {entry} of ledger {record.id} cannot be read from any node that has a copy: {why}. `pxrs cluster "
+        "status` shows which nodes are away"
+    )
+
+
+def body_of(read: EntryRead) -> pa.Buffer:
+    """The bytes of an entry that was read."""
+    return pa.py_buffer(read.body)

@@ -1,0 +1,91 @@
+"""The entries that were confirmed last, in memory: most readers are near the end, and need no storage node (P4)."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import deque
+
+from pxrs.cluster.broker.entries import Entry, Frame
+
+
+class Recent:
+    """What is kept for all partitions of a broker together, at most `bytes_max`. Threads share it."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._order: deque[RecentEntries] = deque()
+        """The partition of each entry, the oldest entry of all first."""
+        self._bytes = 0
+
+    def partition(self) -> RecentEntries:
+        return RecentEntries(self)
+
+    def _add(self, kept: RecentEntries, entry: Entry) -> None:
+        with self._lock:
+            kept.offsets.append(entry.offset)
+            kept.entries.append(entry)
+            self._order.append(kept)
+            self._bytes += entry.size
+            while self._bytes > self._bytes_max and self._order:
+                self._drop_first(self._order.popleft())
+
+    def _drop_first(self, kept: RecentEntries) -> None:
+        if kept.dropped < len(kept.entries):  # else the partition was forgotten
+            gone = kept.entries[kept.dropped]
+            assert gone is not None
+            self._bytes -= gone.size
+            kept.entries[kept.dropped] = None
+            kept.dropped += 1
+            if kept.dropped > 64 and 2 * kept.dropped > len(kept.entries):
+                del kept.entries[: kept.dropped], kept.offsets[: kept.dropped]
+                kept.dropped = 0
+
+    def _read(self, kept: RecentEntries, offset: int, max_bytes: int) -> list[Frame] | None:
+        with self._lock:
+            at = bisect_right(kept.offsets, offset) - 1
+            if at < kept.dropped:
+                return None
+            found: list[Frame] = []
+            size = 0
+            while at < len(kept.entries) and (not found or size < max_bytes):
+                entry = kept.entries[at]
+                assert entry is not None
+                found += entry.frames
+                size += entry.size
+                at += 1
+            return found
+
+    def _forget(self, kept: RecentEntries) -> None:
+        with self._lock:
+            for entry in kept.entries[kept.dropped :]:
+                assert entry is not None
+                self._bytes -= entry.size
+            kept.entries.clear()
+            kept.offsets.clear()
+            kept.dropped = 0
+            self._order = deque(each for each in self._order if each is not kept)
+
+
+class RecentEntries:
+    """Those of one partition: consecutive entries up to the end of the partition."""
+
+    def __init__(self, all_of_them: Recent) -> None:
+        self._all = all_of_them
+        self.offsets: list[int] = []
+        self.entries: list[Entry | None] = []
+        self.dropped = 0
+        """How many at the beginning of both lists were dropped."""
+
+    def add(self, entry: Entry) -> None:
+        """The next entry of the partition."""
+        self._all._add(self, entry)
+
+    def read(self, offset: int, max_bytes: int) -> list[Frame] | None:
+        """The frames from the entry on that holds this offset, about `max_bytes` of them; None if it is not kept here
+        any more. The offset must be before the end of the partition."""
+        return self._all._read(self, offset, max_bytes)
+
+    def forget(self) -> None:
+        self._all._forget(self)

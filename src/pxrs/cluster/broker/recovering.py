@@ -1,0 +1,183 @@
+"""Recovers one ledger: performs what `pxrs.cluster.recovery` decides. Runs on the caller's thread."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Final
+
+from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.records import TopicRecord
+from pxrs.cluster.recovery import Action as RecoveryAction
+from pxrs.cluster.recovery import (
+    AddEntry,
+    Closed,
+    FenceNode,
+    Measure,
+    NeedSpares,
+    ReadEntry,
+    Recovery,
+    Stopped,
+)
+from pxrs.cluster.replication import Change
+from pxrs.errors import (
+    Conflict,
+    LedgerFenced,
+    NodeUnreachable,
+    OutcomeUnknown,
+    PartitionUnavailable,
+    PxrsError,
+    RegistryUnavailable,
+)
+
+_logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.5
+"""How long to wait for an answer before everything that is unanswered is asked again."""
+CALL_S: Final = 2.0
+"""How long one node may take to answer."""
+
+Step = Callable[[], list[RecoveryAction]]
+
+
+class Recoverer:
+    """One recovery of one ledger, for the broker that owns the partition."""
+
+    def __init__(self, broker: Broker, topic: TopicRecord, record: LedgerRecord, version: int, epoch: int) -> None:
+        self._broker, self._topic = broker, topic
+        self._core = Recovery(record, version, epoch)
+        self._ledger = record.id
+        self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
+        """Answers, from any thread, to be passed to the core by this one."""
+
+    def run(self) -> Closed:
+        """Raises PartitionUnavailable if too few nodes answer in time, or if somebody else has changed the record."""
+        until = time.monotonic() + self._broker.settings.recovery_s
+        self._do(self._core.offer(self._broker.spares(self._topic, self._core.record.named)))
+        self._do(self._core.start())
+        while self._core.stopped is None:
+            try:
+                step = self._steps.get(timeout=RETRY_S)
+            except queue.Empty:
+                if time.monotonic() > until:
+                    raise PartitionUnavailable(
+                        f"ledger {self._ledger}", "its recovery got no answer from enough storage nodes"
+                    ) from None
+                self._core.offer(self._broker.spares(self._topic, self._core.record.named))
+                step = self._core.retry
+            self._do(step())
+        if isinstance(self._core.stopped, Stopped):
+            raise PartitionUnavailable(f"ledger {self._ledger}", f"its recovery has ended: {self._core.stopped.why}")
+        return self._core.stopped
+
+    def _do(self, actions: Iterable[RecoveryAction]) -> None:
+        reads: list[ReadEntry] = []
+        for action in actions:
+            match action:
+                case ReadEntry():
+                    reads.append(action)
+                case Change():
+                    self._broker.crew.submit(self._commit, action)
+                case FenceNode(node, number):
+                    self._broker.crew.submit(self._fence, node, number)
+                case AddEntry():
+                    self._add(action)
+                case Measure(last):
+                    self._broker.crew.submit(self._measure, last)
+                case NeedSpares() | Closed() | Stopped():
+                    pass  # spares are offered with each retry; the others are in `stopped`
+        for (node, number), group in groupby(sorted(reads), lambda read: (read.node, read.recovery)):
+            entries = [read.entry for read in group]
+            self._broker.crew.submit(self._read, node, number, entries)
+
+    # On threads of the crew.
+
+    def _tell(self, step: Callable[..., list[RecoveryAction]], *arguments: object, **named: object) -> None:
+        self._steps.put(functools.partial(step, *arguments, **named))
+
+    def _failed(self, node: str, error: PxrsError) -> None:
+        if isinstance(error, LedgerFenced):
+            self._tell(self._core.refused)
+            return
+        _logger.info("recovery of ledger %s: %s", self._ledger, error)
+        self._tell(self._core.failed, node)
+
+    def _fence(self, node: str, number: int) -> None:
+        try:
+            found = self._broker.links(node).fence(self._ledger, number, CALL_S)
+        except (NodeUnreachable, LedgerFenced) as error:
+            self._failed(node, error)
+        else:
+            self._tell(self._core.fenced, node, found.lac)
+
+    def _read(self, node: str, number: int, entries: list[int]) -> None:
+        first, last = min(entries), max(entries)
+        wanted = set(entries)
+        while first <= last:
+            try:
+                found = self._broker.links(node).read(self._ledger, first, last, recovery=number, timeout_s=CALL_S)
+            except (NodeUnreachable, LedgerFenced) as error:
+                self._failed(node, error)
+                return
+            for each in found:
+                if each.entry not in wanted:
+                    continue
+                if each.error is not None:  # it is there, and cannot be read: neither a copy nor "no such entry"
+                    self._tell(self._core.failed, node)
+                elif each.head is None:
+                    self._tell(self._core.missing, node, each.entry)
+                else:
+                    self._tell(self._core.found, node, each.entry, each.head, bytes(each.body))
+            if not found:
+                self._tell(self._core.failed, node)
+                return
+            first = max(each.entry for each in found) + 1
+
+    def _add(self, add: AddEntry) -> None:
+        def done(error: Exception | None) -> None:
+            if error is None:
+                self._tell(self._core.acked, add.node, add.entry)
+            elif isinstance(error, PxrsError):
+                self._failed(add.node, error)
+            else:
+                self._tell(self._core.failed, add.node)
+
+        try:
+            link = self._broker.links(add.node)
+        except NodeUnreachable as error:
+            self._failed(add.node, error)
+            return
+        link.add(self._ledger, add.entry, add.head, (add.body,), add.lac, add.recovery, done)
+
+    def _measure(self, last: int) -> None:
+        try:
+            index = self._broker.reader.index_upto(self._core.record, last)
+        except PxrsError as error:
+            _logger.info("recovery of ledger %s: %s", self._ledger, error)
+            return  # asked again by `retry`
+        self._tell(self._core.measured, index.bytes)
+
+    def _commit(self, change: Change) -> None:
+        key = change.record.key
+        registry = self._broker.registry
+        try:
+            version = registry.commit({key: change.expect}, {key: change.record.dump()})[key]
+        except Conflict:
+            try:
+                found = registry.get(key)
+            except PxrsError:
+                self._tell(self._core.unknown)
+                return
+            record = None if found is None else LedgerRecord.parse(found.key, found.value)
+            self._tell(self._core.conflicted, record, 0 if found is None else found.version)
+        except (OutcomeUnknown, RegistryUnavailable) as error:
+            _logger.warning("the record of ledger %s was not written, tried again: %s", self._ledger, error)
+            time.sleep(RETRY_S)
+            self._tell(self._core.unknown)
+        else:
+            self._tell(self._core.committed, version)

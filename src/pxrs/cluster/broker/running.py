@@ -1,0 +1,87 @@
+"""Puts a broker together: its view of the cluster, its partitions, its log, and the hub that a server stands before.
+
+Order of the start: the registry is read, the hub is made, the server listens, and only then the broker joins the
+cluster, because its record names the address. Order of the stop: ledgers are closed and the lease ends, so that other
+brokers take the partitions at once; then the rest.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from pxrs.clock import SYSTEM, Clock
+from pxrs.cluster.broker.context import Broker, BrokerSettings
+from pxrs.cluster.broker.log import ClusterLog
+from pxrs.cluster.broker.membership import LEASE_TTL_DEFAULT, Membership
+from pxrs.cluster.broker.nodes import NodeLinks
+from pxrs.cluster.broker.ownership import Ownership
+from pxrs.cluster.broker.reading import LedgerReader
+from pxrs.cluster.broker.recent import Recent
+from pxrs.cluster.broker.view import View
+from pxrs.cluster.links import LinkSettings
+from pxrs.cluster.naming import cluster_id
+from pxrs.hub import Hub
+from pxrs.registry.contract import Registry
+from pxrs.remote.client.routes import Peers
+from pxrs.remote.client.settings import Settings
+
+CREW_MAX: Final = 64
+"""How many threads of a broker wait for storage nodes, other brokers or the registry."""
+
+
+class RunningBroker:
+    """A broker from its start to its end. The registry belongs to the caller."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        name: str = "",
+        settings: BrokerSettings | None = None,
+        links: LinkSettings | None = None,
+        peers: Settings | None = None,
+        lease_ttl: float = LEASE_TTL_DEFAULT,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        """links, peers: how storage nodes and other brokers are reached: time limits, tokens, TLS."""
+        settings = settings or BrokerSettings()
+        self._cluster = cluster_id(registry)
+        self._view = View(registry)
+        self._view.start()
+        self._links = NodeLinks(registry, self._view, links or LinkSettings())
+        self._crew = ThreadPoolExecutor(CREW_MAX, "pxrs-broker")
+        self._membership = Membership(registry, "", name, lease_ttl)
+        self.broker = Broker(
+            registry,
+            self._view,
+            self._membership,
+            self._links,
+            LedgerReader(self._links),
+            Recent(settings.recent_bytes),
+            self._crew,
+            settings,
+            clock,
+        )
+        self.ownership = Ownership(self.broker)
+        self._peers = Peers(peers or Settings("pxrs://", (), 2.0, 2.0))
+        log = ClusterLog(self.broker, self.ownership, self._peers, self._cluster, f"cluster:{self._cluster[:8]}")
+        self.hub = Hub(log, registry)
+
+    def join(self, address: str) -> None:
+        """Take part: own partitions, and be found under this address, host and port."""
+        self._membership.address = address
+        self.ownership.start()
+
+    def leave(self) -> None:
+        """Give every partition to the other brokers."""
+        self.ownership.close()
+        self._membership.close()
+
+    def close(self) -> None:
+        """After `leave`, and after the server has ended. Closes the hub, and with it the registry."""
+        self.hub.close()
+        self._view.close()
+        self._peers.close()
+        self._links.close()
+        self._crew.shutdown(wait=False, cancel_futures=True)

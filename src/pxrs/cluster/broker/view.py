@@ -1,0 +1,119 @@
+"""The cluster as one process sees it: brokers, storage nodes, topics, owners. One thread follows the registry.
+
+What is seen may be old. It decides what is tried next, never what is true: every step is a commit that expects what it
+relies on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from pxrs.cluster import records
+from pxrs.cluster.records import AliveNode, BrokerRecord, OwnerRecord, TopicRecord
+from pxrs.errors import Closed, PxrsError
+from pxrs.registry.contract import Registry
+from pxrs.waiting import Callback, Subscribers, Subscription, start_thread
+
+_logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 5.0
+"""After so many seconds without a change the registry is read all the same."""
+PAUSE_S: Final = 0.5
+"""How long to wait after a failure."""
+
+T = TypeVar("T")
+Place = tuple[str, int]
+"""The id of a topic, and a partition of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was read. Each part is of one scan; the parts are not of one moment."""
+
+    brokers: Mapping[str, BrokerRecord] = field(default_factory=dict)
+    alive: Mapping[str, AliveNode] = field(default_factory=dict)
+    topics: Mapping[str, tuple[TopicRecord, int]] = field(default_factory=dict)
+    """By name: the record, and its version."""
+    owners: Mapping[Place, tuple[OwnerRecord, int]] = field(default_factory=dict)
+    """The record, and its version."""
+
+
+class View:
+    """Follows the registry on a thread of its own, from `start` to `close`. Threads share it."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._watch = registry.watch(records.BROKERS, records.ALIVE, records.TOPICS, records.OWNERS)
+        self._lock = threading.Lock()
+        self._subscribers = Subscribers()
+        self._is_closed = False
+        self.seen = Seen()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Read once, then follow. Raises what the registry raises."""
+        self.refresh()
+        self._thread = start_thread(self._follow, "pxrs-cluster-view")
+
+    def refresh(self) -> Seen:
+        """Read everything now."""
+        with self._lock:
+            seen = Seen(
+                self._scan(records.BROKERS, BrokerRecord.parse),
+                self._scan(records.ALIVE, AliveNode.parse),
+                self._scan_versions(records.TOPICS, TopicRecord.parse),
+                {
+                    (topic_id, int(partition)): found
+                    for key, found in self._scan_versions(records.OWNERS, OwnerRecord.parse).items()
+                    for topic_id, _, partition in [key.rpartition("/")]
+                },
+            )
+            is_changed = seen != self.seen
+            self.seen = seen
+        if is_changed:
+            self._subscribers.wake_all()
+        return seen
+
+    def look_again(self) -> None:
+        """Have the thread read again soon."""
+        self._watch.wake()
+
+    def subscribe(self, callback: Callback) -> Subscription:
+        """Call the callback after each change of `seen`, on the thread that has read it."""
+        return self._subscribers.add((), callback)
+
+    def _scan(self, prefix: str, load: Callable[[str, bytes], T]) -> dict[str, T]:
+        return {entry.key[len(prefix) :]: load(entry.key, entry.value) for entry in self._registry.scan(prefix)}
+
+    def _scan_versions(self, prefix: str, load: Callable[[str, bytes], T]) -> dict[str, tuple[T, int]]:
+        return {
+            entry.key[len(prefix) :]: (load(entry.key, entry.value), entry.version)
+            for entry in self._registry.scan(prefix)
+        }
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._watch.wait(LOOK_S)
+                if self._is_closed:
+                    return
+                self.refresh()
+            except Closed:
+                return
+            except PxrsError as error:
+                _logger.warning("the registry cannot be read, and is tried again in %g s: %s", PAUSE_S, error)
+                time.sleep(PAUSE_S)
+            except Exception:
+                _logger.exception("the registry cannot be read, and is tried again in %g s", PAUSE_S)
+                time.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._watch.close()
+        if self._thread is not None:
+            self._thread.join(LOOK_S)

@@ -1,0 +1,204 @@
+"""Writes one ledger: performs what `pxrs.cluster.replication` decides.
+
+The partition's lock guards the writer. Answers of nodes come on the threads of their links, outcomes of commits on
+threads of the broker's crew; both take the lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import xxhash
+
+from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.entries import Entry
+from pxrs.cluster.ledgers import EntryHead, LedgerRecord
+from pxrs.cluster.records import TopicRecord
+from pxrs.cluster.replication import CLOSED, Action, Change, Confirmed, Forget, LedgerWriter, Send, Stop
+from pxrs.errors import (
+    Conflict,
+    LedgerFenced,
+    LedgerRemoved,
+    NodeUnreachable,
+    OutcomeUnknown,
+    PartitionUnavailable,
+    PxrsError,
+    RegistryUnavailable,
+)
+
+_logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.2
+"""How long to wait before a commit that was not answered is made again."""
+
+
+def head_of(entry: Entry) -> EntryHead:
+    digest = xxhash.xxh3_64()
+    for piece in entry.pieces:
+        digest.update(piece)
+    return EntryHead(entry.offset, entry.rows, entry.size, entry.last_timestamp, entry.stored_at, digest.intdigest())
+
+
+class LedgerShell:
+    """One ledger that this broker writes. The caller of every method but `close` holds the lock."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        topic: TopicRecord,
+        record: LedgerRecord,
+        version: int,
+        changed: threading.Condition,
+        on_confirmed: Callable[[LedgerShell, int], None],
+        on_stopped: Callable[[LedgerShell, str], None],
+    ) -> None:
+        """changed: the condition of the partition, with its lock. on_confirmed: is given how many further entries are
+        confirmed; on_stopped: why the writer has ended, unless the ledger was closed. Both are called under the
+        lock."""
+        self._broker, self._topic, self._changed = broker, topic, changed
+        self._on_confirmed, self._on_stopped = on_confirmed, on_stopped
+        self._core = LedgerWriter(record, version)
+        self._entries: dict[int, tuple[Entry, EntryHead]] = {}
+        """Those that not every node has."""
+        self._confirmed = -1
+        self._failed: set[int] = set()
+        """The tenures of nodes that have failed."""
+        self.began_at = broker.clock.wall_time_us()
+        self.size = 0
+
+    @property
+    def record(self) -> LedgerRecord:
+        return self._core.record
+
+    @property
+    def is_degraded(self) -> bool:
+        return self._core.is_degraded
+
+    @property
+    def should_roll(self) -> bool:
+        return self._core.should_roll
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._core.stopped is not None
+
+    def append(self, entry: Entry) -> None:
+        head = head_of(entry)
+        self._entries[self._core.next] = entry, head
+        self.size += entry.size
+        self._do(self._core.append(head))
+
+    def offer_spares(self) -> None:
+        """Nodes may have come: fill empty positions."""
+        if self._core.is_degraded and not self.is_stopped:
+            self._do(self._core.offer(self._broker.spares(self._topic, self.record.named)))
+
+    def stop(self) -> None:
+        self._do(self._core.stop("stopped"))
+
+    def close(self, until: float) -> LedgerRecord:
+        """Close the ledger, once every entry is confirmed. Without the lock. Raises PartitionUnavailable."""
+        with self._changed:
+            self._do(self._core.close())
+            while self._core.stopped is None:
+                left = until - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    break
+            stopped = self._core.stopped
+        if stopped is None or stopped.why != CLOSED or stopped.record is None:
+            why = "not enough nodes have acknowledged its entries" if stopped is None else stopped.why
+            raise PartitionUnavailable(f"ledger {self.record.id}", f"it could not be closed: {why}")
+        return stopped.record
+
+    # Under the lock.
+
+    def _do(self, actions: list[Action]) -> None:
+        waiting = list(actions)
+        while waiting:
+            action = waiting.pop(0)
+            match action:
+                case Send(node, tenure, number, lac):
+                    waiting += self._send(node, tenure, number, lac)
+                case Change():
+                    self._broker.crew.submit(self._commit, action)
+                case Confirmed(upto):
+                    count, self._confirmed = upto - self._confirmed, upto
+                    self._on_confirmed(self, count)
+                case Forget(upto):
+                    for number in range(min(self._entries, default=0), upto + 1):
+                        self._entries.pop(number, None)
+                case Stop(why):
+                    self._entries.clear()
+                    if why != CLOSED:
+                        self._on_stopped(self, why)
+                    self._changed.notify_all()
+
+    def _send(self, node: str, tenure: int, number: int, lac: int) -> list[Action]:
+        entry, head = self._entries[number]
+        try:
+            link = self._broker.links(node)
+        except NodeUnreachable as error:
+            return self._fail(node, tenure, error)
+        done = functools.partial(self._answered, node, tenure, number)
+        link.add(self.record.id, number, head, entry.pieces, lac, None, done)
+        return []
+
+    def _fail(self, node: str, tenure: int, error: NodeUnreachable) -> list[Action]:
+        if tenure in self._failed or self.is_stopped:
+            return []
+        self._failed.add(tenure)
+        _logger.warning("ledger %s: a storage node is replaced: %s", self.record.id, error)
+        spares = self._broker.spares(self._topic, {*self.record.named, node})
+        return [
+            *self._core.offer(spares),
+            *self._core.failed(node, tenure, is_lasting=isinstance(error, LedgerRemoved)),
+        ]
+
+    # On other threads.
+
+    def _answered(self, node: str, tenure: int, number: int, error: Exception | None) -> None:
+        with self._changed:
+            if self._core.stopped is not None:
+                return
+            if error is None:
+                actions = self._core.acked(node, tenure, number)
+            elif isinstance(error, LedgerFenced):
+                actions = self._core.fenced()
+            elif isinstance(error, NodeUnreachable):
+                actions = self._fail(node, tenure, error)
+            else:
+                _logger.error("ledger %s: node %s refused entry %d: %s", self.record.id, node, number, error)
+                actions = self._core.stop(str(error))
+            if actions:
+                self._do(actions)
+
+    def _commit(self, change: Change) -> None:
+        key = change.record.key
+        registry = self._broker.registry
+        step: Callable[[], list[Action]]
+        try:
+            version = registry.commit({key: change.expect}, {key: change.record.dump()})[key]
+            step = functools.partial(self._core.committed, version)
+        except Conflict:
+            try:
+                found = registry.get(key)
+            except PxrsError:
+                step = self._core.unknown
+            else:
+                record = None if found is None else LedgerRecord.parse(found.key, found.value)
+                step = functools.partial(self._core.conflicted, record, 0 if found is None else found.version)
+        except (OutcomeUnknown, RegistryUnavailable) as error:
+            _logger.warning("the record of ledger %s was not written, tried again: %s", self.record.id, error)
+            time.sleep(RETRY_S)
+            step = self._core.unknown
+        except Exception as error:
+            _logger.exception("the record of ledger %s cannot be written", self.record.id)
+            step = functools.partial(self._core.stop, str(error))
+        with self._changed:
+            self._do(step())
+            self._changed.notify_all()

@@ -1,0 +1,362 @@
+"""A topic whose partitions are served by several servers: the brokers of a cluster.
+
+Each partition has one owner at a time, and it may move. `Routes` says which handle serves a partition now; a handle
+that does not serve it any more answers with PartitionMoved, which proves that the call had no effect there. Then the
+route is forgotten and asked for again, until `patience_s` is over. A server that does not answer is treated in the same
+way, but only for calls that may be repeated: an append whose answer is missing is MaybeStored (W1).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Protocol, TypeVar
+
+from pxrs.errors import (
+    AppendFailed,
+    InvalidRecord,
+    LogError,
+    PartitionMoved,
+    ReadFailed,
+    ServerBusy,
+)
+from pxrs.log.batch import Batch, check_encoded
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, RetentionPlan, TopicLog
+from pxrs.log.outcomes import NotStored, Outcome, StoredAt
+from pxrs.model import Topic
+from pxrs.waiting import Callback, Subscription
+
+PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 0.25
+THREADS_MAX: Final = 4
+"""How many servers are asked at the same time."""
+SHARED_BYTES_MIN: Final = 1 << 20
+"""A read of fewer bytes than this asks one server after the other: each of them returns at least one batch."""
+_MOVED: Final = (PartitionMoved, ReadFailed, ServerBusy)
+"""Errors of a handle after which another server may serve the partition."""
+
+T = TypeVar("T")
+
+
+class Routes(Protocol):
+    """Which handle serves each partition of one topic. Threads share it."""
+
+    def check(self) -> None:
+        """Raise Closed or UsedAfterFork if the topic may not be used any more."""
+
+    def handle(self, partition: int) -> TopicLog:
+        """The handle of the partition's owner. Raises PartitionMoved if the partition has none at the moment, and what
+        concerns the whole topic: TopicDeleted, Closed, UsedAfterFork."""
+
+    def forget(self, partition: int, handle: TopicLog) -> None:
+        """This handle does not serve the partition any more: ask anew for its owner."""
+
+
+class RoutedTopic(TopicLog):
+    """A handle to one topic. Threads share it."""
+
+    has_latency = True
+
+    def __init__(self, topic: Topic, routes: Routes, crew: ThreadPoolExecutor, patience_s: float) -> None:
+        """crew: threads on which several servers are asked at once. patience_s: how long a call waits until each of its
+        partitions has an owner that answers."""
+        self.topic = topic
+        self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
+        self._routes, self._crew, self._patience_s = routes, crew, patience_s
+        self._lock = threading.Lock()
+        self._waiting: set[_Waiting] = set()
+
+    @property
+    def keeps_unread(self) -> bool:  # type: ignore[override]  # it may be changed
+        return self.topic.keeps_unread
+
+    # Reading.
+
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        return self._gather(self._checked(partitions), lambda log, chosen: log.bounds(chosen))
+
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        return self._at(partition, lambda log: log.read(partition, offset, max_bytes))
+
+    def batches(self, partition: int, start: int, end: int | None = None) -> Iterator[Batch]:
+        """One stream of the owner, and another one of the next owner if the partition moves meanwhile."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            handle = self._at(partition, _same)
+            try:
+                for batch in handle.batches(partition, start, end):
+                    yield batch
+                    start = batch.next_offset
+                    until = time.monotonic() + self._patience_s
+                return
+            except _MOVED as error:
+                self._routes.forget(partition, handle)
+                if time.monotonic() > until:
+                    raise _late(error) from error
+
+    def readable(self, positions: Mapping[int, int]) -> list[int]:
+        found = self.bounds(positions)
+        return [partition for partition, offset in positions.items() if found[partition].end != offset]
+
+    def _read_all(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
+        """One request to each server, for all partitions that it owns."""
+        chosen = self._checked(positions)
+        if max_bytes < SHARED_BYTES_MIN and len(chosen) > 1:
+            return self._read_in_turn(positions, max_bytes)
+
+        def fetch(log: TopicLog, mine: list[int]) -> dict[int, Fetched]:
+            wanted = max(1, max_bytes * len(mine) // len(chosen))
+            found = log.fetch({each: positions[each] for each in mine}, wanted, 0.0)
+            moved = [each for each, what in found.items() if isinstance(what.error, _MOVED)]
+            for partition in moved:
+                self._routes.forget(partition, log)
+                del found[partition]  # the next look finds it at its new owner
+            return found
+
+        return self._gather(chosen, fetch)
+
+    def _read_in_turn(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
+        """One partition after the other, until there are enough bytes."""
+        found: dict[int, Fetched] = {}
+        left = max(1, max_bytes)
+        for partition in self.readable(positions):
+            if left <= 0:
+                break
+            found |= self._read_all({partition: positions[partition]}, left)
+            batches = found[partition].batches if partition in found else ()
+            left -= sum(batch.records.nbytes for batch in batches)
+        return found
+
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        chosen = self._checked(partitions)
+        waiting = _Waiting(callback)
+        with self._lock:
+            self._waiting.add(waiting)
+        subscription = Subscription(lambda: self._unsubscribe(waiting))
+        try:
+            for partition in chosen:  # known before the first handle is asked: a partition may move meanwhile
+                waiting.handles[partition] = None
+            self._gather(chosen, lambda log, mine: self._arm(waiting, log, mine))
+        except BaseException:
+            subscription.close()
+            raise
+        return subscription
+
+    def _arm(self, waiting: _Waiting, log: TopicLog, partitions: Collection[int]) -> dict[int, None]:
+        waiting.add(log, partitions, log.subscribe(partitions, waiting.callback))
+        return dict.fromkeys(partitions)
+
+    def _rearm(self, log: TopicLog, partitions: Collection[int]) -> None:
+        """These partitions are served by this handle now: whoever waits for one of them waits there."""
+        with self._lock:
+            waiting = list(self._waiting)
+        for each in waiting:
+            moved = each.moved(log, partitions)
+            if moved:
+                self._arm(each, log, moved)
+                each.callback()
+
+    def wake(self) -> None:
+        """The log was closed: everybody who waits looks again."""
+        with self._lock:
+            waiting = list(self._waiting)
+        for each in waiting:
+            each.callback()
+
+    def _unsubscribe(self, waiting: _Waiting) -> None:
+        with self._lock:
+            self._waiting.discard(waiting)
+        waiting.close()
+
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        return self._at(partition, lambda log: log.offset_at(partition, timestamp))
+
+    def end_before(self, partition: int, timestamp: int) -> int:
+        return self._at(partition, lambda log: log.end_before(partition, timestamp))
+
+    # Appending.
+
+    def check_writable(self) -> None:
+        self._at(0, lambda log: log.check_writable())
+
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        by_partition: dict[int, list[int]] = {}
+        for number, each in enumerate(appends):
+            self._checked((each.partition,))
+            check_encoded(each.payload)
+            by_partition.setdefault(each.partition, []).append(number)
+        outcomes: dict[int, Outcome] = {}
+
+        def store(log: TopicLog, mine: list[int]) -> dict[int, None]:
+            numbers = [number for partition in mine for number in by_partition[partition]]
+            stored = dict(zip(numbers, log.append([appends[number] for number in numbers]), strict=True))
+            done: dict[int, None] = {}
+            for partition in mine:
+                found = [stored[number] for number in by_partition[partition]]
+                if not all(isinstance(each, StoredAt) for each in found):
+                    self._routes.forget(partition, log)
+                if not all(_may_work_elsewhere(each) for each in found):
+                    outcomes.update((number, stored[number]) for number in by_partition[partition])
+                    done[partition] = None
+            return done
+
+        missing = self._try_all(list(by_partition), store, PartitionMoved)
+        for partition, error in missing.items():
+            failed = NotStored(AppendFailed(f"{self.name}/{partition}: {error}; nothing was stored"))
+            outcomes.update(dict.fromkeys(by_partition[partition], failed))
+        return [outcomes[number] for number in range(len(appends))]
+
+    # Retention.
+
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        plan = RetentionPlan({}, [])
+
+        def ask(log: TopicLog, mine: list[int]) -> dict[int, None]:
+            found = log.plan_retention(now, unread)
+            plan.starts.update((each, start) for each, start in found.starts.items() if each in mine)
+            plan.errors.extend(found.errors)
+            return dict.fromkeys(mine)
+
+        self._gather(list(range(self.partitions)), ask)
+        return plan
+
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        moved: dict[int, int] = {}
+
+        def ask(log: TopicLog, mine: list[int]) -> dict[int, None]:
+            moved.update(log.trim({each: starts[each] for each in mine}))
+            return dict.fromkeys(mine)
+
+        self._gather(self._checked(starts), ask)
+        return moved
+
+    # What they share.
+
+    def _at(self, partition: int, ask: Callable[[TopicLog], T]) -> T:
+        """Ask the owner of this partition."""
+        (chosen,) = self._checked((partition,))
+        return self._gather([chosen], lambda log, _: {chosen: ask(log)})[chosen]
+
+    def _gather(self, partitions: list[int], ask: Callable[[TopicLog, list[int]], Mapping[int, T]]) -> dict[int, T]:
+        """What the owners answer. Raises ReadFailed if a partition has no owner that answers in time.
+
+        ask: is given a handle and the partitions that it serves, and returns what it has found. Partitions that are not
+             in the result of a call without an error have nothing to tell."""
+        found: dict[int, T] = {}
+
+        def collect(log: TopicLog, mine: list[int]) -> dict[int, None]:
+            found.update(ask(log, mine))
+            return dict.fromkeys(mine)
+
+        for error in self._try_all(partitions, collect, *_MOVED).values():
+            raise error
+        return found
+
+    def _try_all(
+        self,
+        partitions: list[int],
+        ask: Callable[[TopicLog, list[int]], Mapping[int, None]],
+        *moved: type[Exception],
+    ) -> dict[int, LogError]:
+        """Ask the owners until each partition is done, or the patience is over. Returns why the others are not done.
+
+        ask: returns the partitions that are done. moved: errors of it after which other servers are asked."""
+        until = time.monotonic() + self._patience_s
+        pause_s = PAUSE_S_MIN
+        left = partitions
+        errors: dict[int, LogError] = {}
+
+        def run(group: tuple[TopicLog, list[int]]) -> Mapping[int, None]:
+            log, mine = group
+            try:
+                return ask(log, mine)
+            except moved as error:
+                for partition in mine:
+                    self._routes.forget(partition, log)
+                    errors[partition] = _late(error)
+                return {}
+
+        while True:
+            groups = self._groups(left, errors)
+            done: set[int] = set()
+            for each in map(run, groups) if len(groups) < 2 else self._crew.map(run, groups):
+                done.update(each)
+            left = [partition for partition in left if partition not in done]
+            if not left:
+                return {}
+            if time.monotonic() + pause_s > until:
+                why = f"{self.name}: no broker serves the partition"
+                return {each: errors.get(each, ReadFailed(why)) for each in left}
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def _groups(self, partitions: list[int], errors: dict[int, LogError]) -> list[tuple[TopicLog, list[int]]]:
+        """The handles of these partitions, and which of them each serves."""
+        groups: dict[int, tuple[TopicLog, list[int]]] = {}
+        for partition in partitions:
+            try:
+                log = self._routes.handle(partition)
+            except _MOVED as error:
+                errors[partition] = _late(error)
+                continue
+            groups.setdefault(id(log), (log, []))[1].append(partition)
+        for log, mine in groups.values():
+            if self._waiting:
+                self._rearm(log, mine)
+        return list(groups.values())
+
+    def _checked(self, partitions: Iterable[int]) -> list[int]:
+        """Raises InvalidRecord if the topic has no such partition; Closed, UsedAfterFork."""
+        chosen = list(partitions)
+        self._routes.check()
+        for partition in chosen:
+            if not 0 <= partition < self.partitions:
+                raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
+        return chosen
+
+
+class _Waiting:
+    """One subscription of a `RoutedTopic`, and the subscriptions at the owners that it consists of."""
+
+    def __init__(self, callback: Callback) -> None:
+        self.callback = callback
+        self._lock = threading.Lock()
+        self.handles: dict[int, TopicLog | None] = {}
+        """Where each partition is waited for; None: not yet."""
+        self._subscriptions: list[Subscription] = []
+        self._is_closed = False
+
+    def moved(self, log: TopicLog, partitions: Collection[int]) -> list[int]:
+        """Which of these partitions are waited for at another handle."""
+        with self._lock:
+            known = self.handles
+            return [each for each in partitions if each in known and known[each] is not None and known[each] is not log]
+
+    def add(self, log: TopicLog, partitions: Collection[int], subscription: Subscription) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self.handles.update(dict.fromkeys(partitions, log))
+                self._subscriptions.append(subscription)
+                return
+        subscription.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            subscriptions, self._subscriptions = self._subscriptions, []
+        for each in subscriptions:
+            each.close()
+
+
+def _same(log: TopicLog) -> TopicLog:
+    return log
+
+
+def _may_work_elsewhere(outcome: Outcome) -> bool:
+    """Whether this proves that nothing was stored, and another server may store it."""
+    return isinstance(outcome, NotStored) and isinstance(outcome.error, AppendFailed)
+
+
+def _late(error: Exception) -> LogError:
+    return error if isinstance(error, LogError) else ReadFailed(str(error))
