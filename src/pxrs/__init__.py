@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from pxrs.group.lag import TopicLag
     from pxrs.group.records import Home, Paused
     from pxrs.group.timings import Timings
-    from pxrs.hub import Hub, open
+    from pxrs.hub import Hub
     from pxrs.log.batch import Batch, Origin, Payload
     from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
     from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
     from pxrs.model import Message, Topic, TopicPartition
+    from pxrs.opening import open
     from pxrs.options import ConsumerOptions, ProducerOptions, QueueChanges, TopicChanges, TopicsConsumerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.receipts import Receipt, Stored, TableReceipt
@@ -191,7 +192,7 @@ _LAZY: Final = {
     "UpkeepStatus": "pxrs.upkeep.janitor",
     "Watch": "pxrs.registry",
     "errors": "pxrs",
-    "open": "pxrs.hub",
+    "open": "pxrs.opening",
     "registry": "pxrs",
 }
 

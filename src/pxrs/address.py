@@ -20,14 +20,16 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pxrs import plugins
 from pxrs import registry as registries
 from pxrs.errors import Closed, InvalidUrl, MissingDependency
-from pxrs.log.contract import Log
 from pxrs.registry.address import Address, parse
 from pxrs.registry.contract import Registry
+
+if TYPE_CHECKING:
+    from pxrs.log.contract import Log  # imports pyarrow, which a command that only checks an address does without
 
 __all__ = ["LOGS", "LOG_ENTRY_POINTS", "Address", "LazyRegistry", "is_missing", "log_schemes", "open_log", "parse"]
 

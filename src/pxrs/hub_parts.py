@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
+from pxrs import arguments
 from pxrs.address import LazyRegistry
 from pxrs.belonging import Belonging
-from pxrs.errors import Closed, UsedAfterFork
+from pxrs.errors import Closed, InvalidArgument, InvalidUrl, UsedAfterFork
 from pxrs.events.storing import EventStore
 from pxrs.events.writer import EventWriter
 from pxrs.hub_record import HubRecordFile
 from pxrs.log.contract import Log
 
 if TYPE_CHECKING:
+    from pxrs.events import Event
+    from pxrs.events.reading import Since, Wanted
     from pxrs.group.records import Home
     from pxrs.queue.store import QueueStore
+
+FLUSH_S: Final = 1.0
+"""How long `read_events` waits for events that this process has recorded and not stored yet."""
 
 
 class HubParts:
@@ -43,7 +50,7 @@ class HubParts:
         self._queues: QueueStore | None = None
         self.pid = os.getpid()
         self.is_closed = False
-        """Set by `Hub.close`, under the hub's lock, before it closes anything."""
+        """Set by `HubClients.end`, under its lock, before `Hub.close` closes anything."""
 
     def _prepare_topic(self) -> None:
         """Before an internal topic is created."""
@@ -83,6 +90,39 @@ class HubParts:
         from pxrs.group.records import Home
 
         return Home(*identity)
+
+    def check_registry_of_topics(self) -> Home | None:
+        """As `check_registry`, before a group that reads topics is changed. Raises NoDirectory too: without a directory
+        it is not known whether this registry is that of the topics."""
+        self.log.check_topics()
+        return self.check_registry()
+
+    def adopt_registry(self) -> tuple[str, str]:
+        """Make the hub belong to the registry that it was opened with. The addresses of the registry that it belonged
+        to, empty if none is known, and of this one."""
+        self.check_usable()
+        self.log.check_topics()
+        if self.log.is_kept_by_server:
+            raise InvalidUrl(
+                f"{self.url}: the server has the registry that it was started with: stop it, and run `pxrs registry "
+                "adopt` with the hub's directory, where it is"
+            )
+        if self.belonging is None:
+            raise InvalidUrl("a hub in memory always has the registry that it was opened with")
+        former, now = self.belonging.adopt(topic.id for topic in self.log.topics())
+        self.events.audit("adopt_registry", registry=now, former=former)
+        return former, now
+
+    def read_events(self, topic: str, wanted: Wanted, since: Since, *, follow: bool) -> Iterator[Event]:
+        """The events of an internal topic that are wanted and not older than `since`, oldest first."""
+        from pxrs.events.reading import read, since_us
+
+        self.check_usable()
+        self.log.check_topics()
+        arguments.flag(InvalidArgument, "follow", follow)
+        wanted = wanted._replace(since_us=since_us(since, self.log.clock.wall_time_us()))
+        self.events.flush(FLUSH_S)  # a process finds what it has recorded itself
+        return read(self.log, topic, wanted, self.check_usable, follow=follow)
 
     def queue_store(self) -> QueueStore:
         """What all queues of this hub share: this process's lease, and the threads that take and sweep."""

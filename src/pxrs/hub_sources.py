@@ -9,14 +9,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
-from pxrs.errors import Conflict, GroupActive, NoDirectory, PxrsError, SourceExists, TopicExists, UnknownTopic
+from pxrs import arguments
+from pxrs.errors import (
+    Conflict,
+    GroupActive,
+    InvalidTopic,
+    InvalidUrl,
+    NoDirectory,
+    PxrsError,
+    SourceExists,
+    TopicExists,
+    UnknownTopic,
+)
 from pxrs.hub_parts import HubParts
 from pxrs.log.contract import Source
 
 if TYPE_CHECKING:
     from pxrs.sources.catalog import Catalog, RegisteredSource
+    from pxrs.sources.sql_table import SqlTable
 
 _logger = logging.getLogger(__name__)
 
@@ -46,15 +59,51 @@ class HubSources:
         """As `catalog`; None if the registry is missing: to look for a name must not create an empty registry."""
         return None if self._parts.registry.is_missing else self.catalog()
 
-    def add(self, wanted: RegisteredSource, url: str, identity: str | None, *, exist_ok: bool) -> RegisteredSource:
-        """Register the source, unless a topic has its name. Raises SourceExists."""
+    def add(
+        self, name: str, url: str, settings: Mapping[str, Any], *, identity: str | None, exist_ok: bool
+    ) -> RegisteredSource:
+        """Register the source, unless a topic has its name; settings: by the names of the arguments of
+        `Hub.add_source`. Raises SourceExists, InvalidTopic, InvalidUrl."""
+        from pxrs.sources.catalog import RegisteredSource, checked_name
+
+        self._parts.check_registry()
+        checked_name(name)
+        arguments.flag(InvalidTopic, "exist_ok", exist_ok)
+        _check_url(url)
+        wanted = RegisteredSource(name=name, address="", **_as_fields(settings))
+        added = self._add(wanted, url, identity, exist_ok)
+        self._parts.events.audit("add_source", source=added.name, source_id=added.id)
+        return added
+
+    def _add(self, wanted: RegisteredSource, url: str, identity: str | None, exist_ok: bool) -> RegisteredSource:
         log = self._parts.log
         if wanted.name in {*(each.name for each in log.topics()), *(each.name for each in log.damaged_topics())}:
             raise SourceExists(f"{wanted.name} is a topic: choose another name for the source")
         return self.catalog().add(wanted, url, identity, exist_ok=exist_ok)
 
+    def records(self) -> list[RegisteredSource]:
+        """All, in the order of their names."""
+        self._parts.check_usable()
+        catalog = self.catalog_if_there()
+        return [] if catalog is None else catalog.records()
+
+    def open(self, name: str, url: str | None) -> SqlTable:
+        """Open the source; url: its address with user and password, None to take those from the environment. Raises
+        UnknownSource, WrongSource, ReadFailed."""
+        self._parts.check_usable()
+        arguments.text(InvalidTopic, "source", name, "its name")
+        if url is not None:
+            _check_url(url)
+        return self.catalog().open(name, url)
+
     def remove(self, name: str) -> None:
         """Forget the source. Raises UnknownSource, and GroupActive while a group has members that read it."""
+        self._parts.check_registry()
+        arguments.text(InvalidTopic, "source", name, "its name")
+        self._remove(name)
+        self._parts.events.audit("remove_source", source=name)
+
+    def _remove(self, name: str) -> None:
         from pxrs.group.listing import members_of
 
         catalog = self.catalog()
@@ -73,6 +122,8 @@ class HubSources:
     def readable(self, name: str) -> Source:
         """The topic of this name; without one, the registered source. Raises UnknownTopic, and what opening it
         raises."""
+        self._parts.check_usable()
+        arguments.text(InvalidTopic, "topic", name, "its name")
         try:
             return self._parts.log.topic(name)
         except (UnknownTopic, NoDirectory):
@@ -100,3 +151,24 @@ class HubSources:
             catalog = self._catalog
         if catalog is not None:
             catalog.close()
+
+
+def _as_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by the names of the arguments of `Hub.add_source`, checked, as fields of `RegisteredSource`."""
+    fields = dict(settings)
+    if fields["settle_s"] is not None:
+        fields["settle_s"] = arguments.seconds(InvalidTopic, "settle_s", fields["settle_s"])
+    columns = fields["value_columns"]
+    if isinstance(columns, str):
+        raise InvalidTopic(f"value_columns is {columns!r}: give a list of names")
+    fields["id"] = fields["id"] or ""
+    fields["table"] = arguments.text(InvalidTopic, "table", fields["table"], "its name")
+    fields["value_columns"] = None if columns is None else tuple(columns)
+    fields["poll_s"] = arguments.seconds(InvalidTopic, "poll_s", fields["poll_s"], 0, arguments.DAY_S, above=True)
+    return fields
+
+
+def _check_url(given: object) -> None:
+    """Without showing it: there may be a password in it."""
+    if not isinstance(given, str):
+        raise InvalidUrl(f"url is of the type {type(given).__name__}: give the address of the database, a str")

@@ -1,41 +1,23 @@
-"""The topics of an open hub: `TopicHandle`, by which one looks at a topic and reads it, and `Topics`, which creates,
-alters and deletes them.
-
-A topic exists once `create` has made it; asking for another name raises UnknownTopic. Creating a topic needs the
-registry only if the topic has `keep_unread`. Deleting one also removes what the registry holds of it; a failure of that
-is logged, because the topic itself is gone, and the janitor tries again (`pxrs.upkeep.deleted_topics`).
-"""
+"""`TopicHandle`, by which one looks at a topic of an open hub, and reads it without a group."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
 import pyarrow as pa
 
 from pxrs import arguments
-from pxrs.errors import (
-    InvalidRecord,
-    InvalidTopic,
-    OffsetTrimmed,
-    TopicDiffers,
-    TopicExists,
-    UnknownTopic,
-)
+from pxrs.errors import InvalidRecord, OffsetTrimmed
 from pxrs.hub_parts import HubParts
-from pxrs.hub_sources import HubSources
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, TopicLog, wait_for_messages
 from pxrs.log.messages import messages_of
-from pxrs.model import QUORUMS, Message, Topic
-from pxrs.upkeep import deleted_topics, retention
+from pxrs.model import Message, Topic
+from pxrs.upkeep import retention
 from pxrs.wording import counted
 
-CREATE_ATTEMPTS_MAX: Final = 100
-"""How often `Topics.create_or_open` tries to create a topic that others create and delete at the same time."""
 TABLE_SCHEMA: Final = pa.schema(
     [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False), *SCHEMA]
 )
@@ -155,113 +137,6 @@ class TopicHandle:
 
     def __repr__(self) -> str:
         return f"<TopicHandle {self.name} with {counted(self.partitions, 'partition')}>"
-
-
-class Topics:
-    """Creates, opens and deletes the topics of one open hub. Threads share it."""
-
-    def __init__(self, parts: HubParts, sources: HubSources) -> None:
-        self._parts, self._sources = parts, sources
-
-    def create(self, topic: Topic, *, by: str | None = None) -> TopicLog:
-        """Make the topic. Raises TopicExists, InvalidTopic. by: who does it; by default the user of this process."""
-        self._sources.refuse_name(topic.name)
-        return self._create(topic, by)
-
-    def _create(self, topic: Topic, by: str | None = None) -> TopicLog:
-        log = self._parts.log
-        if not (log.keeps_copies or log.is_kept_by_server) and any(getattr(topic, name) for name in QUORUMS):
-            raise InvalidTopic(
-                f"{topic.name}: {', '.join(QUORUMS)} are for a cluster (docs/cluster.md), and {log.url} keeps one copy "
-                "of each message: leave them out"
-            )
-        if self._parts.belonging is not None:
-            self._parts.belonging.begin(keeps_unread=topic.keeps_unread)
-        created = log.create_topic(topic)
-        if not log.is_kept_by_server:  # which records it there
-            self._audit("create_topic", by, topic=topic.name, topic_id=topic.id, partitions=topic.partitions)
-        return created
-
-    def _audit(self, action: str, by: str | None, **fields: object) -> None:
-        self._parts.events.audit(action, **({} if by is None else {"who": by}), **fields)
-
-    def create_or_open(self, asked: Topic) -> TopicLog:
-        """The topic of this name, created if there is none. Raises TopicDiffers if there is one with other settings.
-
-        A topic's name and all its settings appear at one moment, so a topic that is found here has them all."""
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                found = self._parts.log.topic(asked.name)
-            except UnknownTopic:
-                # Outside the inner `try`, which takes TopicExists for a race with another process and tries again.
-                self._sources.refuse_name(asked.name)
-                try:
-                    return self._create(asked)
-                except TopicExists:
-                    if attempt == CREATE_ATTEMPTS_MAX:
-                        raise
-                    continue  # another process created it between the two calls: compare its settings
-            if differences := found.topic.differences(asked):
-                raise TopicDiffers(asked.name, differences)
-            return found
-
-    def open_like(self, topic: Topic, name: str, partitions: int | None) -> TopicLog:
-        """The topic of this name; if there is none, one with the settings of `topic`. Raises InvalidTopic if it has
-        another number of partitions than is given."""
-        try:
-            found = self._parts.log.topic(name)
-        except UnknownTopic:
-            count = topic.partitions if partitions is None else partitions
-            new = replace(topic, name=name, id=uuid.uuid4().hex, partitions=count, revision=0, extra={})
-            if not (self._parts.log.keeps_copies or self._parts.log.is_kept_by_server):
-                new = replace(new, **dict.fromkeys(QUORUMS))  # type: ignore[arg-type]  # each may be None
-            return self.create_or_open(new)
-        if partitions not in (None, found.partitions):
-            raise InvalidTopic(f"{name} has {counted(found.partitions, 'partition')}, and not {partitions}")
-        return found
-
-    def alter(self, name: str, changes: Mapping[str, object], *, by: str | None = None) -> TopicLog:
-        """Change settings of a topic, given as fields of `Topic`. Raises UnknownTopic, InvalidTopic. by: who does it;
-        by default the user of this process."""
-        log, belonging = self._parts.log, self._parts.belonging
-        if log.is_kept_by_server:
-            return log.alter_topic(name, changes)  # which does the rest of this function there
-        before = log.topic(name).topic
-        if belonging is not None and before.altered(changes).keeps_unread:
-            belonging.begin(keeps_unread=True)
-        altered = log.alter_topic(name, changes)
-        if altered.topic.revision != before.revision:
-            self._audit("alter_topic", by, topic=name, topic_id=altered.id, changes=dict(changes))
-        return altered
-
-    def names(self) -> dict[str, str]:
-        """The names of all topics by their ids; of the damaged ones too, if their id is known."""
-        log = self._parts.log
-        damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
-        return damaged | {topic.id: topic.name for topic in log.topics()}
-
-    def delete(self, name: str, *, by: str | None = None) -> str:
-        """Remove the topic, its messages, and what the registry and the staging folder hold of it. Returns its id. by:
-        who does it; by default the user of this process."""
-        log = self._parts.log
-        if log.is_kept_by_server:
-            return log.delete_topic(name)  # which does the rest of this function there
-        # A damaged topic may have had `keep_unread`: its description cannot be read.
-        damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
-        # A topic whose settings were changed may have had it too.
-        keeping = {topic.id: topic.name for topic in log.topics() if topic.keeps_unread or topic.revision} | damaged
-        for identity, each in keeping.items():
-            if each == name:
-                deleted_topics.note(self._parts, identity)
-        identity = log.delete_topic(name)
-        if identity in keeping:
-            deleted_topics.forget(self._parts, identity)
-        deleted_topics.forget_published(self._parts, identity)
-        deleted_topics.forget_copies(self._parts, identity)
-        self._audit("delete_topic", by, topic=name, topic_id=identity)
-        return identity
 
 
 def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:

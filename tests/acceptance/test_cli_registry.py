@@ -108,6 +108,7 @@ def test_an_operator_gives_a_hub_to_another_registry(data: str, tmp_path: Path) 
     assert refused.stderr.endswith("(WrongRegistry)\n"), refused.stderr
     adopted = run("registry", "adopt", "--at", data, "--registry", new)
     assert adopted.stdout == f"the hub {data} belongs to the registry {new}; before, to {own}\n", adopted.stderr
+    assert "topics with keep_unread: t: " in adopted.stderr
     assert run("send", "t", "--at", data, registry=new, stdin="x\n").stderr == ""
     assert start(data, new) == 10, "no group of this registry has yet to read the old messages"
     assert run("registry", "adopt", "--at", f"{data}/typo", "--registry", new).returncode == 1

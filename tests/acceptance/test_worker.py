@@ -18,7 +18,8 @@ import pytest
 
 import pxrs
 from pxrs.cli import worker
-from pxrs.cli.worker_process import Settings, load_handler
+from pxrs.cli.worker_process import load_handler
+from pxrs.cli.worker_settings import Settings
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupHandle
 from pxrs.testing.forked import Forked, run_text

@@ -15,7 +15,7 @@ import pytest
 import pxrs
 from pxrs import ConsumeOnce
 from pxrs.cli import worker
-from pxrs.cli.worker_process import EXIT_BAD_HANDLER, EXIT_CANNOT_WORK, EXIT_FAILED, Settings
+from pxrs.cli.worker_settings import EXIT_BAD_HANDLER, EXIT_CANNOT_WORK, EXIT_FAILED, Settings
 from pxrs.group.records import Keys, Member
 from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import eventually

@@ -16,7 +16,8 @@ import pytest
 
 import pxrs
 from pxrs.cli import app, worker
-from pxrs.cli.worker_process import Settings, load_handler
+from pxrs.cli.worker_process import load_handler
+from pxrs.cli.worker_settings import Settings
 from pxrs.handler import OF_AN_ITEM
 from pxrs.queue.records import TAKERS
 from pxrs.testing.forked import Forked

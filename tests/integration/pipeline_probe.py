@@ -23,8 +23,8 @@ from pyspark.sql import functions as F
 
 import pxrs
 from pxrs.cli.app import main
-from pxrs.cli.pipeline.command import stderr_into
 from pxrs.cli.pipeline.history import run_history, show_rows
+from pxrs.cli.pipeline.running import stderr_into
 from pxrs.errors import InvalidPipeline, SharedState
 from pxrs.spark import parquet, parse_json, pipeline, session, stateful_operators
 from pxrs.spark.run import Run

@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console, Group
 
 import pxrs
-from pxrs.cli import looking, top
+from pxrs.cli import glancing, looking, top
 from pxrs.cli.looking import Attention, GroupLook, Look, Looker, QueueLook, Rates, TopicLook
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused
 from pxrs.hub import Hub
@@ -143,7 +143,7 @@ def test_what_a_group_reads_no_more_has_no_lag(hub: Hub) -> None:
 def test_a_look_scans_each_group_once_and_a_bounded_part_of_a_queue(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.queue("mail").put_many(["x"] * 30)
     monkeypatch.setattr(looking, "QUEUE_PAGE", 10)
-    monkeypatch.setattr(looking, "GROUP_PAGE", 7)
+    monkeypatch.setattr(glancing, "GROUP_PAGE", 7)
     looker = Looker(hub, has_log=True)
     looker.look()
     scan, read = Registry.scan, list[str]()

@@ -199,7 +199,12 @@ def test_a_consumer_that_is_collected_on_a_thread_that_holds_its_locks_blocks_no
         soon(lambda: inbox[0].assignment == [0])
         watch = inbox[0]._member.session._watch
         assert watch is not None
-        locks: list[Any] = [inbox[0]._lanes.lock, inbox[0]._member.session.mutex, hub._lock, hub.registry._handles_lock]
+        locks: list[Any] = [
+            inbox[0]._lanes.lock,
+            inbox[0]._member.session.mutex,
+            hub._clients._lock,
+            hub.registry._handles_lock,
+        ]
         locks.append(hub.registry.scheduler._lock)
         locks.append(watch._raised._cond)  # type: ignore[attr-defined]
         for lock in locks:

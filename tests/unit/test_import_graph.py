@@ -31,7 +31,10 @@ BASE = (
     *("handler", "hashing", "inotify", "limited_log", "metrics", "plugins", "scheduler", "tracing", "waiting"),
 )
 HOME = ("hub_record", "belonging", "hub_parts")
-HUB = ("hub", "hub_sources", "topics", "options", "__init__")
+HUB = (
+    *("hub", "open_hub", "hub_clients", "hub_queues", "hub_sources", "hub_topics"),
+    *("opening", "topics", "options", "__init__"),
+)
 ROWS: tuple[tuple[str, ...], ...] = (
     BASE,
     ("registry", "log"),

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from pxrs.errors import SequenceGap, UnknownProducer
-from pxrs.log.batch import ANONYMOUS, Origin
+from pxrs.log.batch import ANONYMOUS, Origin, gap_bytes, read_header
 from pxrs.log.producers import BATCHES_KEPT, PRODUCERS_MAX, Incoming, Placement, Producers
 
 A, B = uuid.UUID(int=1), uuid.UUID(int=2)
@@ -55,6 +55,26 @@ def test_l4_epochs() -> None:
     assert check(producers, Origin(A, 2, 0)) == 9
     with pytest.raises(UnknownProducer):
         check(producers, Origin(A, 1, 1))
+
+
+def test_l4_a_producer_whose_last_batches_lie_in_a_gap_counts_as_forgotten() -> None:
+    """No sequence tells which batches were there. The next one may be stored again: it can be read nowhere."""
+    producers = noted((A, 0, 0, 0), (A, 0, 1, 1))
+    producers.note_all([read_header(gap_bytes(2, 3, place=7, stored_at=0), "file", 0)], 0.0)
+    producers.note(Origin(B, 0, 0), 5, 0.0)
+    kept = Producers()
+    kept.load(json.loads(json.dumps(producers.dump())))
+    for each in (producers, kept):
+        assert check(each, Origin(A, 0, 1)) == 1
+        assert check(each, Origin(A, 0, 2)) is None
+        for refused in (Origin(A, 0, 3), Origin(A, 1, 2)):
+            with pytest.raises(UnknownProducer) as forgotten:
+                check(each, refused)
+            assert forgotten.value.stored is None, "the Appender goes on under a new id"
+        with pytest.raises(UnknownProducer):
+            check(each, Origin(uuid.UUID(int=3), 0, 4))
+        with pytest.raises(SequenceGap):
+            check(each, Origin(B, 0, 2))
 
 
 def test_l4_no_producer_is_never_remembered() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
+from pathlib import Path
 
 import pytest
 
-from pxrs import errors
+from pxrs import disk, errors
 from pxrs.cli.restarts import is_final
-from pxrs.errors import PxrsError
+from pxrs.errors import LogError, PxrsError
 
 MAY_PASS = {
     *("RegistryUnavailable", "StorageFull", "OutcomeUnknown", "OutcomeLost", "LeaseExpired", "Conflict"),
@@ -35,6 +38,14 @@ def test_every_error_of_pxrs_is_an_outage_or_a_refusal(kind: type[PxrsError]) ->
 )
 def test_what_others_raise_may_pass(error: BaseException) -> None:
     assert not is_final(error)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EACCES])
+def test_a_full_disk_may_pass_and_a_missing_permission_is_not_given_by_a_restart(number: int, tmp_path: Path) -> None:
+    error = OSError(number, os.strerror(number), str(tmp_path))
+    with pytest.raises(LogError) as raised:
+        raise disk.log_error(error) from error  # as the log does with every error of the operating system
+    assert is_final(raised.value) == (number == errno.EACCES)
 
 
 def test_a_handler_that_cannot_be_imported_never_can() -> None:

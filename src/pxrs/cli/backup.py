@@ -6,22 +6,23 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import pxrs
 from pxrs import registry as registries
 from pxrs.address import is_missing, parse
-from pxrs.backup.making import MadeBackup, Progress, Tell, make_backup
-from pxrs.backup.manifest import BackupManifest
-from pxrs.backup.restoring import Restored, refuse_used, verify
-from pxrs.backup.restoring import restore as restore_backup
 from pxrs.cli.options import At, Json, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.errors import InvalidUrl
 from pxrs.model import is_internal
 from pxrs.wording import counted, printable
+
+if TYPE_CHECKING:
+    from pxrs.backup.making import MadeBackup, Progress, Tell
+    from pxrs.backup.manifest import BackupManifest
+    from pxrs.backup.restoring import Restored
 
 _BESIDE = "a backup is made where the hub's files are"
 
@@ -38,6 +39,8 @@ def backup(
     stays a whole backup until the new one is. An interrupted run is resumed by running the command again. Exit code 1
     if a damaged topic had to be left out.
     """
+    from pxrs.backup.making import make_backup
+
     refuse_server(at, "pxrs backup", _BESIDE)
     with open_hub(at, registry, needs_log=True) as hub, _progress() as tell:
         if hub.log.folder is None:
@@ -70,6 +73,9 @@ def restore(
     identity of its own: the one that was copied may still be running. Give no --at from the environment: a restoration
     names its directory.
     """
+    from pxrs.backup.restoring import refuse_used, verify
+    from pxrs.backup.target import refuse_overlap
+
     if at is None and not only_verify:
         raise typer.BadParameter("give --at DIRECTORY, or --verify", param_hint="--at")
     if at is not None:
@@ -80,6 +86,7 @@ def restore(
             _print_verified(manifest, source, as_json)
             return
         directory = parse(at).directory()
+        refuse_overlap(directory, Path(source))
         refuse_used(directory)
         restored = _restore(Path(source), directory, registry, tell)
     with open_hub(at, registry, needs_log=True) as hub:
@@ -88,6 +95,9 @@ def restore(
 
 
 def _restore(source: Path, directory: Path, registry: str | None, tell: Tell) -> Restored:
+    from pxrs.backup.restoring import refuse_used, verify
+    from pxrs.backup.restoring import restore as restore_backup
+
     manifest = verify(source, tell)
     refuse_used(directory)  # verifying takes long
     address = parse(directory / "registry" if registry is None else registry)

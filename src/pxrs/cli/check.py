@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import pxrs
 from pxrs.cli.options import Json, Yes, confirm, refuse_server
 from pxrs.cli.terminal import echo, tell_error
 from pxrs.errors import PxrsError
-from pxrs.log.directory.check import Finding
-from pxrs.log.directory.check import check as check_log
-from pxrs.log.directory.repair import Step, plan
 from pxrs.model import is_internal
 from pxrs.wording import counted, printable
+
+if TYPE_CHECKING:
+    from pxrs.log.directory.check import Finding
+    from pxrs.log.directory.repair import Step
 
 AUDITED_MAX: Final = 100
 """How many repairs of one run are recorded in the topic `_audit`."""
@@ -44,6 +43,8 @@ def check(
     Without --repair it changes nothing and takes no lock: run it at any time, beside producers and consumers. With
     --repair no byte is thrown away: what is replaced is kept beside its place, under a name that is printed.
     """
+    from pxrs.log.directory.repair import plan
+
     refuse_server(directory, "pxrs check", "a log is checked where its files are")
     found = _read(Path(directory))
     if not repair or not found.findings:
@@ -66,6 +67,11 @@ def check(
 
 
 def _read(directory: Path) -> _Found:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from pxrs.log.directory.check import check as check_log
+
     findings: list[Finding] = []
     messages = size = 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

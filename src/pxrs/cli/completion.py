@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pxrs.hub import Hub
 
 TIME_S: Final = 2.0
-"""For how long the names are waited for."""
+"""For how long the names are waited for, once what reads them is imported."""
 
 
 def _names(listed: Callable[[Hub], Iterable[str]]) -> Callable[[typer.Context, str], list[str]]:
@@ -27,6 +27,9 @@ def _names(listed: Callable[[Hub], Iterable[str]]) -> Callable[[typer.Context, s
         at, registry = ctx.params.get("at"), ctx.params.get("registry")
         if at is None and registry is None:
             return []
+        # Imported before the time counts: on a busy machine that alone may take as long.
+        import pxrs.opening  # noqa: F401
+
         # On a thread, because a server that cannot be reached is waited for much longer than TIME_S.
         reader = threading.Thread(target=_read, args=(listed, at, registry, found), daemon=True)
         reader.start()

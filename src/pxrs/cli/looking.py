@@ -1,7 +1,7 @@
 """What `pxrs top` shows of a hub, read in one look: topics, groups and queues, with their rates since the last look.
 
 The cost of a look is bounded: the ends of each topic once, one scan over the keys of all groups in pages, and at most
-`QUEUE_PAGE` items of each state of a queue. It takes no lock and writes nothing.
+`QUEUE_PAGE` items of each state of a queue. No file of a partition stays open (`glancing.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pxrs.errors import HubMoved, InvalidUrl, LogError, MissingDependency, PxrsError, UnknownTopic
+from pxrs.cli.glancing import Reached, bounds_of, group_entries
+from pxrs.errors import HubMoved, InvalidUrl, LogError, MissingDependency, PxrsError, RegistryCorrupt, UnknownTopic
 from pxrs.group.lag import Seen, TopicLag, beyond
 from pxrs.group.readables import advice, is_topic_id
-from pxrs.group.records import GROUP_NAME, Keys
+from pxrs.group.records import Keys
 from pxrs.group.snapshot import GroupState
 from pxrs.model import Topic
 from pxrs.wording import counted
@@ -24,10 +24,8 @@ from pxrs.wording import counted
 if TYPE_CHECKING:
     from pxrs.hub import Hub
     from pxrs.queue.handle import QueueHandle
-    from pxrs.registry.contract import Entry, Registry
+    from pxrs.registry.contract import Registry
 
-GROUP_PAGE: Final = 1_000
-"""How many keys of groups are read in one call."""
 QUEUE_PAGE: Final = 500
 """How many items of each state of a queue are counted; a queue with more has "at least" as many."""
 STALE_S: Final = 300.0
@@ -120,26 +118,34 @@ class Looker:
         began = time.time()
         self._rates.begin(self._monotonic())
         # Read the checkpoints before the ends, so that no end is behind a checkpoint.
-        states = dict(group_states(self._hub.registry))
+        states, groups = dict[str, GroupState](), list[GroupLook]()
+        for name, entries in group_entries(self._hub.registry):
+            try:
+                state = GroupState.of(Keys(name), entries)
+            except RegistryCorrupt as error:
+                groups.append(unreadable(name, error))
+            else:
+                if state.is_there:
+                    states[name] = state
+        reached = Reached(states.values())
         topics, seen = list[TopicLook](), dict[str, Seen]()
         if self._has_log:
             for topic in self._hub.topics():
-                if (found := self._extents(topic)) is not None:
+                if (found := self._extents(topic, reached)) is not None:
                     seen[topic.id] = found
                     topics.append(self._topic(topic, found))
             topics += [TopicLook(each.name, None, None, None, str(each.error)) for each in self._hub.damaged_topics()]
         registered = {record.id: record.name for record in self._hub.sources()}
-        groups = [self._group(name, state, seen, registered, began) for name, state in states.items()]
+        groups += [self._group(name, state, seen, registered, began) for name, state in states.items()]
+        groups.sort(key=lambda each: each.group)
         queues = [queue_look(self._hub.registry, handle) for handle in self._hub.queues()]
         urgent_first = sorted(attention(topics, groups, queues), key=lambda each: not each.is_urgent)
         return Look(began, topics, groups, queues, urgent_first)
 
-    def _extents(self, topic: Topic) -> Seen | None:
+    def _extents(self, topic: Topic, reached: Reached) -> Seen | None:
         """None if the topic was deleted meanwhile."""
         try:
-            log = self._hub.topic(topic.name).log
-            problem = log.ends_problem()  # before the ends are read
-            return Seen(log.extents(), problem=problem)
+            return Seen(bounds_of(self._hub.topic(topic.name).log, self._hub.log.folder, reached))
         except UnknownTopic:
             return None
         except HubMoved:
@@ -220,6 +226,11 @@ class Looker:
         return Seen(is_source=True, problem=advice(group, name, id, state.sources.get(id)))
 
 
+def unreadable(name: str, error: RegistryCorrupt) -> GroupLook:
+    """A group of which a record is damaged."""
+    return GroupLook(name, 0, 0, None, False, None, {}, 0, 0, None, str(error))
+
+
 class Rates:
     """How fast numbers rise, from one look to the next."""
 
@@ -245,24 +256,6 @@ class Rates:
 def _was_given_out(seen: Seen) -> Callable[[int, int], bool]:
     """Of a table it is not known: its ids may go further than its rows."""
     return lambda number, offset: seen.has_gaps or offset <= seen.extents[number][1]
-
-
-def group_states(registry: Registry) -> Iterator[tuple[str, GroupState]]:
-    """All groups that have members or checkpoints, in order: one scan over the keys of all groups, in pages."""
-    for name, entries in groupby(_entries(registry), lambda entry: entry.key.split("/")[1]):
-        if GROUP_NAME.fullmatch(name):
-            state = GroupState.of(Keys(name), entries)
-            if state.is_there:
-                yield name, state
-
-
-def _entries(registry: Registry) -> Iterator[Entry]:
-    after: str | None = None
-    while page := registry.scan("groups/", after, GROUP_PAGE):
-        yield from page
-        if len(page) < GROUP_PAGE:
-            return
-        after = page[-1].key
 
 
 def queue_look(registry: Registry, handle: QueueHandle) -> QueueLook:

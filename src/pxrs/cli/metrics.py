@@ -10,7 +10,6 @@ from typing import Annotated, Final
 import typer
 
 from pxrs.cli.exits import exit_codes
-from pxrs.cli.hub_reading import HubReading, KeptReading
 from pxrs.cli.monitoring import monitored
 from pxrs.cli.options import MaybeAt, RegistryUrl, open_hub
 from pxrs.cli.terminal import echo
@@ -35,6 +34,8 @@ def metrics(
 
     No member of a group needs to run: everything is read from the hub. Nothing is read while nobody asks.
     """
+    from pxrs.cli.hub_reading import HubReading, KeptReading
+
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
     try:

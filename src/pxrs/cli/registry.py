@@ -94,6 +94,12 @@ def adopt(at: At, url: RegistryUrl = None) -> None:
         before, after = hub.adopt_registry()
         was = f"; before, to {before}" if before else ""
         typer.echo(f"the hub {hub.url} belongs to the registry {after}{was}")
+        if before and (kept := [topic.name for topic in hub.topics() if topic.keeps_unread]):
+            typer.echo(
+                f"topics with keep_unread: {', '.join(kept)}: the next upkeep removes what only groups of the former "
+                "registry have yet to read; import their checkpoints before it runs, or take the retention away",
+                err=True,
+            )
 
 
 def _plain(entry: Entry) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 
 An error of pxrs is either an outage, or a refusal that says what to correct: an option, a name, the state of a group,
 damaged data. A refusal would be repeated for ever. So every error of pxrs is final unless MAY_PASS contains its class
-or a base class of it. Any other exception comes from the handler, Python or the machine, and may not occur again.
+or a base class of it. A plain LogError that an error of the operating system has caused, such as a full disk or too
+many open files, may pass too: what can never work has a class of its own, such as LogNotWritable. Any other exception
+comes from the handler, Python or the machine, and may not occur again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pxrs.errors import (
     Conflict,
     HandlerFailed,
     LeaseExpired,
+    LogError,
     NodeUnreachable,
     OutcomeUnknown,
     PartitionLost,
@@ -47,5 +50,6 @@ MAY_PASS: Final = (
 def is_final(error: BaseException) -> bool:
     """Whether a new process would fail in the same way."""
     if isinstance(error, PxrsError):
-        return not isinstance(error, MAY_PASS)
+        is_of_system = type(error) is LogError and isinstance(error.__cause__, OSError)
+        return not (is_of_system or isinstance(error, MAY_PASS))
     return isinstance(error, ImportError)  # the handler cannot be imported

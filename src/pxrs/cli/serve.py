@@ -18,12 +18,13 @@ from pxrs.cli.options import RegistryUrl, is_server, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.cli.web import beside_server
 from pxrs.errors import InvalidArgument, MissingDependency
-from pxrs.hub import Hub
 from pxrs.metrics.health import Beat, Readiness, Verdict
 from pxrs.server.settings import ServerLimits
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from pxrs.hub import Hub
 
     L = TypeVar("L", bound=DataclassInstance)
 

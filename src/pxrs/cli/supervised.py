@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pxrs.cli.worker_process import STOPS, Settings
+from pxrs.cli.worker_settings import STOPS, Settings
 from pxrs.metrics import instruments, table
 from pxrs.metrics.health import SILENT_S, Verdict
 from pxrs.metrics.reports import Report, Reports
@@ -104,8 +104,9 @@ class Monitor:
         latest, now = self._reports.latest(), time.monotonic()
         for slot in self._slots:
             report = latest.get(slot.number)
-            if slot.process is not None and report is not None and now - report.at >= SILENT_S:
-                return Verdict(False, f"worker {slot.number} has reported nothing for {now - report.at:.0f} s")
+            silent_s = now - (slot.started_at if report is None else report.at)
+            if slot.process is not None and silent_s >= SILENT_S:
+                return Verdict(False, f"worker {slot.number} has reported nothing for {silent_s:.0f} s")
         return Verdict(True)
 
     def ready(self) -> Verdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -13,11 +13,13 @@ from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored, refuse_metrics
 from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
-from pxrs.hub import Hub
 from pxrs.metrics.health import Beat, Readiness, Verdict
-from pxrs.upkeep.janitor import UpkeepStatus
-from pxrs.upkeep.records import RoundReport
 from pxrs.wording import counted, microseconds, printable, rfc3339
+
+if TYPE_CHECKING:
+    from pxrs.hub import Hub
+    from pxrs.upkeep.janitor import UpkeepStatus
+    from pxrs.upkeep.records import RoundReport
 
 app = typer.Typer()
 _LOOK_S: Final = 1.0
@@ -118,8 +120,9 @@ def _follow(hub: Hub, as_json: bool, stop: threading.Event, beat: Beat, ready: R
 
 
 def _readiness(found: UpkeepStatus) -> Verdict:
-    """Ready if this process does the upkeep, as far as it may, or another one that is alive."""
+    """Ready if this process does the upkeep, as far as it may, or another one that is alive; not during an outage."""
     is_done = found.role in ("elected", "sole", "apart") or (found.role == "candidate" and bool(found.janitor))
+    is_done = is_done and not found.is_held_up
     reason = "" if is_done else f"its role is {found.role}{f': {found.reason}' if found.reason else ''}"
     return Verdict(is_done, reason, {"role": found.role, "janitor": found.janitor or None})
 

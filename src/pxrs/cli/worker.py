@@ -43,26 +43,19 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from pxrs.address import parse
 from pxrs.cli import logs
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL, exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored
 from pxrs.cli.options import open_hub
 from pxrs.cli.supervised import RESTART_S, Monitor, Slot, ending, kill, spawn
-from pxrs.cli.worker_process import (
-    EXIT_BAD_HANDLER,
-    EXIT_CANNOT_WORK,
-    FINAL,
-    STOPS,
-    Settings,
-    tell,
-)
+from pxrs.cli.worker_settings import EXIT_BAD_HANDLER, EXIT_CANNOT_WORK, FINAL, STOPS, Settings, tell
 from pxrs.group.assign import assignor_named
 from pxrs.group.records import Keys
 from pxrs.group.timings import Timings
 from pxrs.metrics.instruments import WORKER_RESTARTS
 from pxrs.metrics.reports import Reports
 from pxrs.queue.records import check_name
+from pxrs.registry.address import parse
 from pxrs.wording import counted
 
 PROCESSES_MAX: Final = 1_000

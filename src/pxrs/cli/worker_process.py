@@ -21,15 +21,22 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pxrs
 from pxrs.cli import logs
 from pxrs.cli.restarts import is_final
-from pxrs.cli.terminal import error_text, indented, time_field
-from pxrs.clock import wall_time_us
+from pxrs.cli.terminal import error_text
+from pxrs.cli.worker_settings import (
+    EXIT_BAD_HANDLER,
+    EXIT_CANNOT_WORK,
+    EXIT_FAILED,
+    EXIT_NO_QUEUE,
+    EXIT_PAUSED,
+    STOPS,
+    Settings,
+    tell,
+)
 from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.dead_letters import check_other_topic
 from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
@@ -37,68 +44,12 @@ from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 from pxrs.log.joined import JoinedSource
 from pxrs.metrics.reports import Reporter
-from pxrs.wording import printable, time_text
 
 if TYPE_CHECKING:
     from pxrs.queue.listener import QueueListener
 
-EXIT_FAILED: Final = 1
-EXIT_BAD_HANDLER: Final = 2
-EXIT_PAUSED: Final = 75
-"""Exit code: every partition was read up to its end, except those that are paused. A restart would not help."""
-EXIT_NO_QUEUE: Final = 76
-"""Exit code: the queue of this worker was deleted. A restart would not help."""
-EXIT_CANNOT_WORK: Final = 77
-"""Exit code: a new process would fail in the same way (`restarts.py`), so the command ends."""
-FINAL: Final = (EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_CANNOT_WORK)
-"""The exit codes after which a worker is not started again."""
-STOPS: Final = (signal.SIGTERM, signal.SIGINT)
-"""Signals that the supervisor blocks when it starts a worker; the worker unblocks them once its handlers are set."""
 _LOOK_S: Final = 1.0
 _STOP_AGAIN_S: Final = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    handler: str
-    """MODULE:HANDLER."""
-    topics: list[str]
-    """The topics or sources that each member of the group reads. Empty if the worker handles a queue."""
-    group: str | None
-    at: str | None
-    """The hub's directory; None if a queue or a registered source needs none, and then `registry` is given."""
-    registry: str | None
-    threads: int
-    grace_s: float
-    """How long a worker whose supervisor has died may take to finish the messages that it has begun."""
-    options: dict[str, Any]
-    """Keyword arguments of `Hub.consumer`; with a queue, of `pxrs.open`."""
-    as_json: bool = False
-    number: int = 0
-    is_trial: bool = False
-    """Only check that the handler can be imported, and that the registry and the topic or queue can be opened."""
-    queue: str | None = None
-    """The queue, in place of topic and group."""
-    report_to: int | None = None
-    """The descriptor of a pipe for reports of metrics and health; None if the supervisor exports none."""
-
-    def dump(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-
-def tell(as_json: bool, event: str, text: str, *, traceback: str = "", **fields: Any) -> None:
-    """Print one event with its time on standard error, in one write, because several processes share it. As JSON it is
-    one line; for people, the lines of a traceback follow, indented."""
-    now_us = wall_time_us()
-    if as_json:
-        more = {"traceback": traceback} if traceback else {}
-        about = {"event": event, **time_field("time", now_us), **fields, **more, "text": text}
-        lines = [json.dumps(about, default=str)]
-    else:
-        lines = [f"{time_text(now_us / 1e6)} {printable(text.replace(chr(10), ' '))}"]
-        lines += [indented(traceback)] if traceback else []
-    with suppress(OSError):  # nobody reads standard error any more; the worker must still finish its work
-        os.write(2, "\n".join([*lines, ""]).encode(errors="backslashreplace"))
 
 
 def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
@@ -174,10 +125,12 @@ class Process:
         """The state that /readyz of the supervisor shows."""
         if self._is_stopping:
             return {"state": "stopping"}
-        consumer = self._consumer
-        if consumer is None:
-            return {"state": "starting" if self._listener is None else "ready"}
-        return {"state": "away" if consumer.is_away else "ready"}
+        consumer, listener = self._consumer, self._listener
+        if consumer is not None:
+            return {"state": "away" if consumer.is_away else "ready" if consumer.problem is None else "disconnected"}
+        if listener is not None:
+            return {"state": "ready" if listener.queue.store.has_lease else "disconnected"}
+        return {"state": "starting"}
 
     def _consume(self, hub: pxrs.Hub, handler: Any) -> None:
         settings = self._settings

@@ -349,6 +349,11 @@ class BaseConsumer(ABC, Generic[P]):
         when the handler returns."""
         return self._member.is_away
 
+    @property
+    def problem(self) -> str | None:
+        """What holds up the member, which goes on trying: an outage of the registry, a full disk. None if nothing."""
+        return self._member.session.problem
+
     # Which messages come next.
 
     def pause(self, *partitions: P) -> None:

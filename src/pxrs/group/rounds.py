@@ -109,8 +109,10 @@ class Rounds:
                     "group %s, member %s: there is more to do after %d looks", self._group, self._name, LOOKS_MAX
                 )
             self.outage.worked()
+            self._session.failure = None
         except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:
             self.outage.failed(error)
+            self._session.failure = str(error)
             due_at = None
         except BaseException as error:  # noqa: BLE001 - raised on the user's threads by `check`
             if not (isinstance(error, Closed) and self._lifecycle.closing.is_set()):

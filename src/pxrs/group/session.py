@@ -106,6 +106,8 @@ class Session:
         """Held while the protocol or a callback runs."""
         self.scheduled: Scheduled | None = None
         """The member's recurring work (`rounds.py`); None before the member is started."""
+        self.failure: str | None = None
+        """Why the last round of the member's work failed; None if it succeeded. Set by `rounds.py`."""
         self.lease: Lease | None = None
         self.protocol: MemberProtocol | None = None
         """The present incarnation; None before the first join, and after the member has left."""
@@ -167,6 +169,14 @@ class Session:
             return self.drive(protocol.commit(numbers, is_last=is_last))
         finally:
             self._commit_time.observe(time.monotonic() - began)
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps the member from its work now; None if nothing does. From any thread, without the mutex."""
+        failure = self.failure
+        if failure is None and not self.is_joined:
+            return "it is not in the group: its lease has ended, and it has not joined again yet"
+        return failure
 
     @property
     def is_joined(self) -> bool:

@@ -322,8 +322,7 @@ class TopicLog(Source):
 
     @property
     def local(self) -> TopicLog:
-        """What this process serves of the topic by itself. In a cluster: the partitions that this broker owns; for the
-        others every call raises PartitionMoved. Otherwise the whole topic."""
+        """What this process serves by itself: of a cluster's topic the partitions that this broker owns."""
         return self
 
     def owners(self) -> dict[int, str]:
@@ -395,8 +394,7 @@ class Log(ABC):
     is_kept_by_server: bool = False
     """Whether a server stands before this log and does its upkeep, so that no client may (W4)."""
     keeps_copies: bool = False
-    """Whether copies of the messages are kept on several storage nodes, as a topic's `ensemble`, `write_quorum` and
-    `ack_quorum` say."""
+    """Whether copies of the messages are kept on several storage nodes (`Topic.write_quorum`)."""
     own_registry: str | os.PathLike[str] | None = None
     """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
     given."""

@@ -9,6 +9,11 @@ been forgotten and resend its first batch. So the sender names an offset at whic
 try (`Incoming.since`). If all batches of forgotten producers lie before that offset, the producer is new. Otherwise
 `recall` searches the partition's own batches from that offset on.
 
+A gap in the offsets (`Header.is_gap`) stands for batches that cannot be read any more, of producers that are not known
+(`lost`). A producer whose last known batch lies before the gap, and that goes on behind the batch after that one, has
+stored others in the gap: it counts as forgotten. If it goes on with the very next batch, that one is stored: wherever
+it was, it cannot be read.
+
 This module reads no clock and no file; times are arguments.
 """
 
@@ -67,6 +72,8 @@ class Producers:
         self._known: dict[uuid.UUID, _Known] = {}  # ordered by the last batch, the oldest first
         self.forgotten = forgotten
         """The highest offset of a batch of any producer that was forgotten; -1 if none was."""
+        self.lost = -1
+        """The last offset of the last gap; -1 if there is none."""
 
     def recall(
         self,
@@ -119,7 +126,7 @@ class Producers:
             known = seen.get(origin.producer) or self._known.get(origin.producer)
             if known is None and self._may_be_forgotten(each):
                 raise UnknownProducer(f"{_name(origin)}: producers were forgotten, and it may be one of them")
-            offset = _check(origin, known)
+            offset = _check(origin, known, self.lost)
             if offset is not None:
                 placed.append(Placement(offset, False))
                 continue
@@ -138,6 +145,10 @@ class Producers:
         """Remember the last BATCHES_KEPT batches of each producer among these frames, given in the order of the log."""
         last: dict[bytes, deque[Header]] = {}  # ordered by the last batch, the oldest first
         for header in headers:
+            if header.is_gap:
+                self.lost = max(self.lost, header.next_offset - 1)
+                self.forgotten = max(self.forgotten, self.lost)
+                continue
             kept = last.pop(header.producer, None) or deque(maxlen=BATCHES_KEPT)
             kept.append(header)
             last[header.producer] = kept
@@ -174,6 +185,7 @@ class Producers:
         """The whole state for JSON, the producer with the oldest last batch first."""
         return {
             "forgotten": self.forgotten,
+            "lost": self.lost,
             "producers": [
                 [producer.hex, known.epoch, [list(batch) for batch in known.batches], known.seen_at]
                 for producer, known in self._known.items()
@@ -189,6 +201,7 @@ class Producers:
         if not all(each.batches for each in known.values()):
             raise ValueError("a producer without a batch")
         self._known, self.forgotten = known, int(dumped["forgotten"])
+        self.lost = int(dumped.get("lost", -1))  # version 0.1 does not write it
         self._forget_beyond()
 
     def __len__(self) -> int:
@@ -206,7 +219,8 @@ def _name(origin: Origin) -> str:
     return f"producer {origin.producer} epoch {origin.epoch} batch {origin.sequence}"
 
 
-def _check(origin: Origin, known: _Known | None) -> int | None:
+def _check(origin: Origin, known: _Known | None, lost: int) -> int | None:
+    """The offset of a batch that is stored; None if it is the next one of its producer. lost: see `Producers`."""
     name = _name(origin)
     if known is None:
         if origin.sequence != 0:
@@ -216,12 +230,16 @@ def _check(origin: Origin, known: _Known | None) -> int | None:
     if origin.epoch < known.epoch:
         raise UnknownProducer(f"{name}: epoch {known.epoch} has taken its place", stored)
     if origin.epoch > known.epoch:
+        if origin.sequence != 0 and known.batches[-1][1] < lost:
+            raise UnknownProducer(f"{name}: the batches before it are in the gap up to offset {lost}, or missing")
         if origin.sequence != 0:
             raise SequenceGap(f"{name}: a new epoch begins with batch 0")
         return None
     last = known.batches[-1][0]
     if origin.sequence == last + 1:
         return None
+    if origin.sequence > last and known.batches[-1][1] < lost:
+        raise UnknownProducer(f"{name}: the last one that can be read is {last}, and a gap up to offset {lost} follows")
     if origin.sequence > last:
         raise SequenceGap(f"{name}: the last one stored is {last}")
     for sequence, offset in known.batches:

@@ -60,6 +60,8 @@ class Endpoint:
         host, port = parse_listen(listen)
         try:
             self._server = _Server(host, port, _Pages(render, live, ready))
+        except UnicodeError as error:
+            raise InvalidArgument(f"cannot listen for metrics on {listen}: {host[:100]!r} is no host name") from error
         except OSError as error:
             raise CannotListen(f"cannot listen for metrics on {listen}: {error.strerror or error}") from error
         bound = self._server.socket.getsockname()[1]

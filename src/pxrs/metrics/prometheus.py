@@ -65,9 +65,15 @@ _KINDS: Final = {
 }
 
 
+def _encodable(label: str) -> str:
+    """A label that UTF-8 can hold: a name in a record of the registry may be any text that JSON can hold, also half of
+    a surrogate pair, with which nothing could be exported."""
+    return label.encode(errors="backslashreplace").decode()
+
+
 def _add(family: Any, added: list[str], series: Iterable[Series]) -> None:
     for labels, value in series:
-        values = [*added, *labels]
+        values = [*added, *map(_encodable, labels)]
         if isinstance(value, Distribution):
             buckets = list(zip(_BOUNDS, map(float, accumulate(value.counts)), strict=True))
             family.add_metric(values, buckets, sum_value=value.sum)

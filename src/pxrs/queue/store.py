@@ -128,6 +128,12 @@ class QueueStore:
 
     # This process.
 
+    @property
+    def has_lease(self) -> bool:
+        """Whether this process can take items: it has a lease that has not ended. Does not wait."""
+        taker = self._taker
+        return taker is not None and taker.is_alive
+
     def taker(self) -> Taker:
         """This process as a taker; another one if the lease of the last one was lost."""
         with self._taker_lock:

@@ -58,6 +58,8 @@ class UpkeepStatus:
     """When the janitor was elected, in seconds since 1970."""
     last_round: RoundReport | None = None
     """The last round that was reported: by a janitor, also one that is gone, or by this process."""
+    is_held_up: bool = False
+    """Whether `reason` is an error, such as an outage of the registry: duties that need the registry wait."""
 
     @property
     def errors(self) -> dict[str, str]:
@@ -156,20 +158,22 @@ class Janitor:
         with self._guard:
             standing, last = self._standing, self._last
         role, reason = ("idle", "") if standing is None else (standing.role.value, standing.reason)
+        is_held_up = standing is not None and standing.error is not None
         known = Known()
         try:
             known = self._election.look()
         except (Closed, UsedAfterFork):
             raise
         except PxrsError as error:
-            reason = reason or str(error)
+            reason, is_held_up = reason or str(error), True
         # A janitor writes a report only every REPORT_S, so `last` is newer than what the registry has. The rounds of a
         # candidate are older than those of the janitor.
         is_at_work = standing is not None and standing.role is not Role.CANDIDATE
         report = last if is_at_work and last is not None else known.report or last
         if known.claim is None or not known.is_alive:
-            return UpkeepStatus(role, reason, last_round=report)
-        return UpkeepStatus(role, reason, f"{known.claim.host}:{known.claim.pid}", known.claim.since, report)
+            return UpkeepStatus(role, reason, last_round=report, is_held_up=is_held_up)
+        janitor = f"{known.claim.host}:{known.claim.pid}"
+        return UpkeepStatus(role, reason, janitor, known.claim.since, report, is_held_up)
 
     def close(self) -> None:
         """End the thread and give up the claim. Before that, if there is no janitor, apply the retention of the topics

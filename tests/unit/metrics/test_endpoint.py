@@ -10,13 +10,16 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 import pxrs.metrics
 from pxrs.errors import CannotListen, InvalidArgument
 from pxrs.metrics import endpoint as endpoints
 from pxrs.metrics.endpoint import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Endpoint, parse_listen
 from pxrs.metrics.health import Beat, Readiness, Verdict
-from pxrs.metrics.instruments import PRODUCER_MESSAGES
+from pxrs.metrics.instruments import PRODUCER_MESSAGES, Series
+from pxrs.metrics.prometheus import Exposition, Part
 from pxrs.testing.waiting import eventually
 
 
@@ -156,6 +159,23 @@ def test_a_port_alone_is_on_loopback(given: str, found: tuple[str, int]) -> None
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(InvalidArgument, match="--metrics-listen is"):
         parse_listen(given)
+
+
+def test_a_host_that_can_be_no_name_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="is no host name"):
+        Endpoint(f"{'a' * 70}.example:0", lambda accept: (b"", ""))
+
+
+def test_v2_hostile_names_are_exported_as_labels_and_hide_no_other_value() -> None:
+    """Names of topics in records of the registry may be any text."""
+    names = ['x"} 7\n# EOF\n', "\ud800", "back\\slash", "\x00\x1b[2J"]
+    series: list[Series] = [(("g", name), number) for number, name in enumerate(names)]
+    for accept in ("", "application/openmetrics-text; version=1.0.0"):
+        body, _ = Exposition(lambda: [Part({}, {"pxrs.group.lag": series})]).render(accept)
+        parse = parse_openmetrics if accept else parse_text
+        (family,) = [each for each in parse(body.decode()) if each.name == "pxrs_group_lag"]
+        found = {sample.labels["topic"]: sample.value for sample in family.samples}
+        assert found == {name.replace("\ud800", "\\ud800"): number for number, name in enumerate(names)}
 
 
 def test_a_loop_that_stands_still_is_not_alive() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,9 +12,15 @@ import pytest
 
 import pxrs
 from pxrs.cli.hub_reading import PAUSE_FACTOR, HubReading, KeptReading
+from pxrs.cli.looking import Looker
 from pxrs.errors import RegistryUnavailable
+from pxrs.group.records import Keys
 from pxrs.hub import Hub
-from pxrs.metrics.instruments import Snapshot, Value
+from pxrs.log.directory.published import NAME as PUBLISHED
+from pxrs.metrics.health import SILENT_S
+from pxrs.metrics.instruments import METRICS_ERRORS, Snapshot, Value
+from pxrs.testing.many_groups import fill
+from pxrs.testing.waiting import eventually
 
 
 @pytest.fixture
@@ -143,3 +150,98 @@ def test_a_hub_that_cannot_be_read_is_down_and_the_last_values_stay() -> None:
         clock.now += 6
         readings.error = None
         assert kept.ready().is_ok
+
+
+def test_v4_a_hub_that_does_not_answer_at_all_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    readings = Readings(clock)
+    for wait in ("WAIT_S", "READY_WAIT_S"):
+        monkeypatch.setattr(f"pxrs.cli.hub_reading.{wait}", 0.05)
+    with closing(KeptReading(readings, 5.0, clock)) as kept:
+        eventually(lambda: kept.ready().is_ok)
+        readings.go.clear()
+        clock.now += 6
+        assert kept.ready().is_ok, "the last reading succeeded, and the next one is not late yet"
+        eventually(lambda: kept._began_at is not None)
+        clock.now += SILENT_S
+        assert kept.ready().reason == f"the hub has been read for {SILENT_S:.0f} s, and does not answer"
+        assert value(kept, "pxrs.hub.up") == 0
+        readings.go.set()
+        eventually(lambda: kept.ready().is_ok)
+
+
+def test_v2_a_topic_that_was_made_again_has_one_series_in_a_group(hub: Hub) -> None:
+    for count in (3, 5):
+        hub.create_topic("orders", partitions=1)
+        with hub.producer("orders") as out:
+            for _ in range(count):
+                out.send(b"x")
+        hub.group("billing").import_checkpoint(1, "orders")
+        if count == 3:
+            hub.delete_topic("orders")
+    found = HubReading(hub).read()
+    assert found["pxrs.group.lag"] == [(("billing", "orders"), 4)]
+    assert found["pxrs.group.lag_max"] == [(("billing", "orders"), 4)]
+    assert len(found["pxrs.group.checkpoint.age"]) == 1
+
+
+def test_v2_a_hub_has_a_bounded_number_of_series(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pxrs.cli.hub_reading.SERIES_MAX", 2)
+    for number in range(3):
+        hub.create_topic(f"t{number}", partitions=1)
+    before = METRICS_ERRORS.of("pxrs.topic.messages").value
+    assert [labels for labels, _ in HubReading(hub).read()["pxrs.topic.messages"]] == [("t0",), ("t1",)]
+    assert METRICS_ERRORS.of("pxrs.topic.messages").value == before + 1
+
+
+def test_v2_a_damaged_group_is_left_out_and_the_others_are_read(hub: Hub) -> None:
+    hub.create_topic("orders", partitions=1)
+    for group in ("good", "bad"):
+        hub.group(group).import_checkpoint(0, "orders")
+    hub.registry.commit(put={Keys("bad").checkpoint(hub.topic("orders").id, 0): b"nonsense"})
+    assert HubReading(hub).read()["pxrs.group.lag"] == [(("good", "orders"), 0)]
+    damaged, good = Looker(hub, has_log=True).look().groups
+    assert (damaged.group, damaged.lag, good.problem, good.lag) == ("bad", None, None, 0)
+    assert damaged.problem is not None
+
+
+# What it costs.
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_v2_looking_at_all_partitions_keeps_none_of_them_open(tmp_path: Path) -> None:
+    with pxrs.open(tmp_path / "data", upkeep=False) as hub:
+        topics = fill(hub, groups=5, topics=10, partitions=100)
+        with hub.producer(topics[0].name) as out:
+            out.send(b"x", partition=3)
+    with pxrs.open(tmp_path / "data", upkeep=False) as hub:
+        assert hub.groups()  # opens the registry
+        before = open_files()
+        looker = Looker(hub, has_log=True)
+        for _ in range(2):
+            found = dict(HubReading(hub).read()["pxrs.group.lag"])
+            assert (len(found), sum(map(float, found.values()))) == (10, 1)  # type: ignore[arg-type]
+            assert sum(each.lag or 0 for each in looker.look().groups) == 1
+        assert open_files() <= before + 2
+
+
+def test_an_end_that_is_behind_a_checkpoint_is_found_again(tmp_path: Path) -> None:
+    """After a loss of power the file with the published end may be older than the messages and the checkpoints."""
+    with pxrs.open(tmp_path / "data", upkeep=False) as hub:
+        hub.create_topic("orders", partitions=2)
+        with hub.producer("orders") as out:
+            for _ in range(10):
+                out.send(b"x", partition=1)
+        hub.group("billing").import_checkpoint({0: 0, 1: 7}, "orders")
+        folder = Path(hub.topic("orders").log.partition_folder(1))  # type: ignore[attr-defined]
+    (folder / PUBLISHED).unlink()
+    with pxrs.open(tmp_path / "data", upkeep=False) as hub:
+        assert hub.groups()
+        before = open_files()
+        (found,) = Looker(hub, has_log=True).look().groups
+        assert (found.lag, found.problem) == (3, None)
+        assert HubReading(hub).read()["pxrs.group.lag"] == [(("billing", "orders"), 3)]
+        assert open_files() <= before + 2

@@ -11,12 +11,18 @@ from typing import Any, cast
 
 import pytest
 
+import pxrs
 from pxrs.cli import supervised
 from pxrs.cli.supervised import LATE_S, Monitor, Slot
+from pxrs.cli.worker_process import Process
+from pxrs.cli.worker_settings import Settings
+from pxrs.clock import ManualClock
+from pxrs.errors import RegistryUnavailable
 from pxrs.metrics import reports
 from pxrs.metrics.health import SILENT_S
 from pxrs.metrics.instruments import Distribution, Snapshot
 from pxrs.metrics.reports import Reporter, Reports, dump, load
+from pxrs.testing.handlers import memory_hub
 from pxrs.testing.waiting import eventually
 
 COUNTS: Snapshot = {
@@ -99,7 +105,12 @@ def test_v4_a_worker_that_is_silent_is_not_ready_and_then_not_alive(
     process = cast(Any, object())
     slots = [Slot(1, process, restart_at=None), Slot(2, process, restart_at=None)]
     monitor = Monitor(slots, received)
+    for slot in slots:
+        slot.started_at = time.monotonic()
     assert (monitor.ready().reason, monitor.live().is_ok) == ("worker 1 is starting", True)
+    slots[0].started_at -= SILENT_S
+    assert not monitor.live().is_ok, "a process that was stopped before its first report"
+    slots[0].started_at += SILENT_S
     ends = []
     for number in (1, 2):
         ours, end = os.pipe()
@@ -120,3 +131,63 @@ def test_v4_a_worker_that_is_silent_is_not_ready_and_then_not_alive(
     assert monitor.ready().reason == "worker 1 is stopped"
     for end in ends:
         os.close(end)
+
+
+# What a worker reports.
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def hub(clock: ManualClock) -> Iterator[pxrs.Hub]:
+    with memory_hub(clock) as hub:
+        hub.create_topic("t", partitions=1)
+        hub.create_queue("q")
+        yield hub
+
+
+def unreachable(*arguments: object, **named: object) -> Any:
+    raise RegistryUnavailable("no answer")
+
+
+def test_v4_a_member_whose_checkpoints_cannot_be_written_says_so(
+    hub: pxrs.Hub, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a full disk: the lease goes on, and the registry can be read."""
+    with hub.producer("t") as out:
+        out.send(b"x")
+    with hub.consumer("t", "g", lease_ttl=3600, commit_interval=1) as inbox:
+        assert inbox.poll(timeout=30)
+        assert inbox.problem is None
+        with monkeypatch.context() as patch:
+            patch.setattr(type(hub.registry), "_commit", unreachable)
+            assert inbox.poll(timeout=0) == []  # acknowledges it
+            clock.advance(2)
+            eventually(lambda: inbox.problem == "no answer")
+        eventually(lambda: inbox.problem is None)
+
+
+def test_v4_a_worker_whose_lease_has_ended_is_not_ready_until_it_is_back(
+    hub: pxrs.Hub, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the registry cannot be reached, members lose their partitions and queues give out nothing."""
+    listener = pxrs.QueueListener(hub.queue("q"), lambda transaction, item: None)
+    lifeline = os.open(os.devnull, os.O_RDONLY)
+    both = [Process(Settings("m:f", [], None, None, None, 1, 1.0, {}), lifeline) for _ in range(2)]
+
+    def states() -> list[str]:
+        return [each._state()["state"] for each in both]
+
+    assert states() == ["starting", "starting"]
+    with hub.consumer("t", "g") as both[0]._consumer, listener as both[1]._listener:
+        eventually(lambda: states() == ["ready", "ready"])
+        with monkeypatch.context() as patch:
+            for call in ("_scan", "_get", "_commit", "_lease"):
+                patch.setattr(type(hub.registry), call, unreachable)
+            clock.advance(60)
+            assert states() == ["disconnected", "disconnected"]
+        eventually(lambda: states() == ["ready", "ready"])
+    os.close(lifeline)

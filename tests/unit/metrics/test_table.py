@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +103,35 @@ def test_units_of_systemd_do_not_start_again_what_cannot_work() -> None:
         text = unit.read_text()
         assert "\nRestart=on-failure\n" in text
         assert "\nRestartPreventExitStatus=2 3\n" in text
+
+
+def test_units_of_systemd_are_valid(tmp_path: Path) -> None:
+    """Those of the command alone: the units name the path of an installation that is not here."""
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze here")
+    copies = []
+    for unit in sorted((ROOT / "deploy/systemd").iterdir()):
+        copies.append(tmp_path / unit.name)
+        copies[-1].write_text(unit.read_text().replace("/opt/pxrs/bin/pxrs", sys.executable))
+    done = subprocess.run([analyze, "verify", "--man=no", *copies], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_container_has_extras_that_exist_and_gets_its_signals() -> None:
+    text = (ROOT / "deploy/Containerfile").read_text().replace("\\\n", "")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    given: dict[str, list[str]] = {}
+    for name, rest in lines:
+        given.setdefault(name, []).append(rest)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (chosen,) = [rest.removeprefix("EXTRAS=").split(",") for rest in given["ARG"] if rest.startswith("EXTRAS=")]
+    assert set(chosen) <= extras.keys()
+    assert {"metrics", "remote", "web"} <= set(chosen), "its commands serve, web and metrics work"
+    for rest in given["COPY"]:
+        if not rest.startswith("--from="):
+            assert all((ROOT / name).exists() for name in rest.split()[:-1]), rest
+    assert json.loads(given["ENTRYPOINT"][0]) == ["pxrs"]  # exec form: no shell between the signals and the command
+    assert json.loads(given["CMD"][0]) == ["--help"]
+    assert given["STOPSIGNAL"] == ["SIGTERM"]
+    assert given["USER"] == ["10001"]

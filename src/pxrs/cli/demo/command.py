@@ -1,7 +1,7 @@
 """`pxrs demo`: producers, a topic, workers of which one is killed and one is stopped past its lease, a Spark pipeline
 over the same topic, an account of every message, and a chart of the run.
 
-Every `pxrs` command loads this module; the other modules of the demo are loaded when the demo runs."""
+`pxrs demo --help` loads this module; the other modules of the demo are loaded when the demo runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pxrs.address import parse
+from pxrs.registry.address import parse
 
 
 def demo(

@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 
 from pxrs.cluster import records
+from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import STATE_ENTRY, load_state, origin_heads
-from pxrs.cluster.broker.partition import Opened, OwnedPartition
+from pxrs.cluster.broker.opened import Opened
+from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.recovering import Recoverer
-from pxrs.cluster.broker.writing import LedgerShell
-from pxrs.cluster.ledgers import Fragment, LedgerRecord
+from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import OwnerRecord, state_ledgers
-from pxrs.errors import Conflict, NotEnoughNodes, PartitionMoved, PartitionUnavailable
+from pxrs.errors import PartitionMoved, PartitionUnavailable
 from pxrs.log.producers import Producers
-from pxrs.registry.contract import ABSENT
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> None:
         moved = PartitionMoved(f"{partition.name}: another broker has claimed the partition")
         partition.give_up(moved)
         raise moved
-    partition.claim(owner, entry.version)
+    partition.claim = Claim(owner, entry.version)
     chain = [
         (LedgerRecord.parse(found.key, found.value), found.version)
         for found in broker.registry.scan(records.ledgers_prefix(topic.topic.id, partition.partition))
@@ -48,8 +48,7 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> None:
     producers = _producers(broker, partition, closed)
     end = closed[-1].end if closed else 0
     assert end is not None
-    writer = next_ledger(broker, partition, end)
-    partition.serve(Opened(closed, writer, producers))
+    partition.serve(Opened(closed, partition.begin_next(end), producers))
 
 
 def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRecord]) -> Producers:
@@ -69,30 +68,3 @@ def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRec
                 where = f"entry {read.entry} of ledger {record.id}"
                 producers.note_all(origin_heads(read.body, where, partition.place), now)
     return producers
-
-
-def next_ledger(broker: Broker, partition: OwnedPartition, base: int) -> LedgerShell:
-    """Create the partition's next ledger in the registry, and its writer. Its first entry, the producers' state, is
-    appended by the partition. Raises PartitionMoved, NotEnoughNodes."""
-    topic, owner = partition.topic, partition.owner
-    nodes = broker.ensemble(topic)
-    if any(
-        sum(nodes[position] is not None for position in positions) < topic.quorum.ack_quorum
-        for positions in map(topic.quorum.write_set, range(topic.quorum.ensemble))
-    ):
-        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
-    record = LedgerRecord(
-        topic.topic.id, partition.partition, owner.next, owner.epoch, topic.quorum, base, (Fragment(0, nodes),)
-    )
-    key = records.owner_key(topic.topic.id, partition.partition)
-    after = owner.with_ledger()
-    try:
-        versions = broker.registry.commit(
-            {key: partition.owner_version, record.key: ABSENT},
-            {key: after.dump(), record.key: record.dump()},
-            lease=broker.membership.lease,
-        )
-    except Conflict as error:
-        raise PartitionMoved(f"{partition.name}: another broker has claimed the partition") from error
-    partition.claim(after, versions[key])
-    return partition.writer(record, versions[record.key])

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from pxrs.cluster import records
+from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.opening import open_partition
 from pxrs.cluster.broker.partition import OwnedPartition
@@ -151,8 +152,7 @@ class Ownership:
         self._add(place, topic, claimed, versions[key])
 
     def _add(self, place: Place, topic: TopicRecord, owner: OwnerRecord, version: int) -> None:
-        partition = OwnedPartition(self._broker, topic, place[1], self.subscribers(place[0]))
-        partition.claim(owner, version)
+        partition = OwnedPartition(self._broker, topic, place[1], Claim(owner, version), self.subscribers(place[0]))
         with self._lock:
             self._owned[place] = partition
         _logger.info("claimed partition %s, epoch %d", partition.name, owner.epoch)

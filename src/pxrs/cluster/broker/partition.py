@@ -19,19 +19,22 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pxrs.cluster import records
+from pxrs.cluster.broker.beginning import Claim, next_ledger
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, origin_heads, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
+from pxrs.cluster.broker.opened import Opened, Ticket
 from pxrs.cluster.broker.reading import body_of
+from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
-from pxrs.cluster.records import OwnerRecord, TopicRecord
+from pxrs.cluster.records import TopicRecord
 from pxrs.errors import (
     AppendFailed,
     AppendUnknown,
@@ -45,10 +48,8 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import Batch, Origin, place_id
 from pxrs.log.contract import Append, Bounds
-from pxrs.log.directory.retaining import oldest_kept
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
-from pxrs.log.producers import SILENT_S_MAX, Incoming, Placement, Producers, named
-from pxrs.log.retention import credible_time
+from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers, named
 from pxrs.waiting import Subscribers
 
 _logger = logging.getLogger(__name__)
@@ -57,37 +58,20 @@ CLOSE_S: Final = 2.0
 """How long a broker that stops waits for a ledger to be closed."""
 
 
-class Ticket(NamedTuple):
-    """An append that was given offsets and waits for its acknowledgements."""
-
-    placed: list[Placement]
-    needed: int
-    """The end that the partition has once all of it is confirmed."""
-    generation: int
-    """That of the writer: a later one has been opened by a recovery, which may have lost the entry."""
-
-
-class Opened(NamedTuple):
-    """What `opening` has found and made: a chain of closed ledgers, and the next one, open for this broker."""
-
-    chain: list[LedgerRecord]
-    writer: LedgerShell
-    producers: Producers
-
-
 class OwnedPartition:
     """Threads share it."""
 
     # Over the limit: the calls of TopicLog for one partition, and what opens and ends it.
 
-    def __init__(self, broker: Broker, topic: TopicRecord, partition: int, subscribers: Subscribers) -> None:
+    def __init__(
+        self, broker: Broker, topic: TopicRecord, partition: int, claim: Claim, subscribers: Subscribers
+    ) -> None:
         self.topic, self.partition = topic, partition
         self.name = f"{topic.topic.name}/{partition}"
         self._broker, self._subscribers = broker, subscribers
         self.place = place_id(topic.topic.id, partition)
         self.incarnation = broker.membership.incarnation
-        self.owner, self.owner_version = OwnerRecord(), 0
-        """This broker's claim, as it has last written it, and its version."""
+        self.claim = claim
         self.lock = threading.RLock()
         """Guards the fields below, and the writer."""
         self._changed = threading.Condition(self.lock)
@@ -113,15 +97,15 @@ class OwnedPartition:
 
     @property
     def epoch(self) -> int:
-        return self.owner.epoch
+        return self.claim.owner.epoch
 
-    def claim(self, owner: OwnerRecord, version: int) -> None:
-        """The owner record as this broker has written it."""
-        self.owner, self.owner_version = owner, version
-
-    def writer(self, record: LedgerRecord, version: int) -> LedgerShell:
-        """The writer of a ledger that was just created."""
-        return LedgerShell(self._broker, self.topic, record, version, self._changed, self._confirmed, self._stopped)
+    def begin_next(self, base: int) -> LedgerShell:
+        """Create the next ledger, which begins at this offset, and its writer. Raises as `next_ledger`."""
+        begun = next_ledger(self._broker, self.topic, self.partition, self.claim, base)
+        self.claim = begun.claim
+        return LedgerShell(
+            self._broker, self.topic, begun.record, begun.version, self._changed, self._confirmed, self._stopped
+        )
 
     def _stopped(self, writer: LedgerShell, why: str) -> None:
         if writer is self._writer and self._stuck is None and self._gone is None:
@@ -387,13 +371,11 @@ class OwnedPartition:
         self._broker.crew.submit(self._roll_apart, self._generation)
 
     def _roll_apart(self, generation: int) -> None:
-        from pxrs.cluster.broker.opening import next_ledger
-
         try:
             assert self._writer is not None
             closed = self._writer.close(time.monotonic() + self._broker.settings.append_s)
             assert closed.end is not None
-            writer = next_ledger(self._broker, self, closed.end)
+            writer = self.begin_next(closed.end)
         except Exception as error:  # noqa: BLE001 - the partition is opened again, which reports what is wrong
             self.get_stuck(f"the next ledger could not be begun: {error}")
             return
@@ -432,19 +414,8 @@ class OwnedPartition:
             self._check()
             chain, index, end = list(self._chain), self._index, self._end
             stored_at, size = index.stored_at, index.bytes
-        topic = self.topic.topic
-        pieces = [(record.end or 0, record.stored_at, record.size) for record in chain]
-        times = [*(stored for _, stored, _ in pieces), *([] if stored_at is None else [stored_at])]
-        total = size + sum(each for _, _, each in pieces)
-        start = self._start
-        for at, (following, _, each) in enumerate([*pieces, *([] if stored_at is None else [(end, stored_at, size)])]):
-            is_old = topic.retention_s is not None and credible_time(times, at, now) < oldest_kept(
-                topic.retention_s, now
-            )
-            is_much = topic.retention_bytes is not None and total > topic.retention_bytes and at < len(pieces)
-            if not (is_old or is_much) or (unread is not None and following > unread):
-                break
-            start, total = following, total - each
+        last = None if stored_at is None else Piece(end, stored_at, size)
+        start = keep_from(self.topic.topic, self._start, [Piece.of(record) for record in chain], last, now, unread)
         return start if start > self._start else None
 
     def trim(self, start: int) -> int | None:
@@ -467,7 +438,7 @@ class OwnedPartition:
         count = max(1, self._broker.registry.limits.commit_keys_max - 1)
         for at in range(0, len(gone), count):
             part = gone[at : at + count]
-            self._broker.registry.commit({key: self.owner_version}, delete=[record.key for record in part])
+            self._broker.registry.commit({key: self.claim.version}, delete=[record.key for record in part])
             with self.lock:
                 self._chain = [record for record in self._chain if record not in part]
         for record in gone:

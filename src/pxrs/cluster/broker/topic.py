@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.opened import Ticket
 from pxrs.cluster.broker.ownership import Ownership
-from pxrs.cluster.broker.partition import OwnedPartition, Ticket
+from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.records import TopicRecord
 from pxrs.errors import AppendFailed, InvalidRecord, LogError, PartitionMoved
 from pxrs.log.batch import Batch, check_encoded

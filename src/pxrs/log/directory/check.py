@@ -128,10 +128,8 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
     if not folder.exists() or link.resolve() != folder:
         return  # it was deleted meanwhile
     numbers = there if topic is None else set(range(topic.partitions))
-    if what is None and there - numbers:
-        what = (
-            f"the topic has {counted(len(numbers), 'partition')}, and there are folders of {len(there - numbers)} more"
-        )
+    if what is None and (more := len(there - numbers)):
+        what = f"the topic has {counted(len(numbers), 'partition')}, and there are folders of {more} more"
     if what is not None:
         yield _of_topic(name, folder / "topic.json", what)
     for number in sorted(numbers | there):
@@ -200,17 +198,17 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         published, last, bases = _look(place)
     except MisplacedFile as error:
         yield place.only(error.file, error.what)
-        yield from _check_unpublished(place, NOTHING, segment_bases(place.folder))
+        bases = segment_bases(place.folder)
+        yield from _check_reserved(place)
+        yield from _check_start(place, bases, None)
+        yield from _check_unpublished(place, NOTHING, bases)
         return
     except OSError as error:
         if os.path.exists(os.path.dirname(os.path.dirname(place.folder))):  # else the topic was deleted meanwhile
             missing = "the partition's folder is missing"
             yield place.only(place.folder, missing if isinstance(error, FileNotFoundError) else _unreadable(error))
         return
-    try:
-        read_reserved(place.folder, place.id)
-    except DamagedFrame as damage:
-        yield place.only(damage.file, damage.what)
+    yield from _check_reserved(place)
     yield from _check_start(place, bases, published)
     if published is None:
         if _is_damaged(place):
@@ -230,6 +228,14 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         yield place.only(segment_path(place.folder, published.segment), what)
 
 
+def _check_reserved(place: _Place) -> list[Checked]:
+    try:
+        read_reserved(place.folder, place.id)
+    except DamagedFrame as damage:
+        return [place.only(damage.file, damage.what)]
+    return []
+
+
 def _check_start(place: _Place, bases: list[int], published: Published | None) -> Iterator[Checked]:
     """Check that the first segment is there, and that the end is not before it. Called after `bases` were listed,
     because retention writes `start` before it unlinks segments."""
@@ -238,8 +244,9 @@ def _check_start(place: _Place, bases: list[int], published: Published | None) -
     except DamagedFrame as damage:
         yield place.only(damage.file, damage.what)
         return
-    if bases and start is not None and bases[0] > start:
-        missing = missing_before(place.folder, start, bases[0])
+    there = bases or ([] if published is None else [published.segment])
+    if start is not None and (first := min(there, default=start)) > start:
+        missing = missing_before(place.folder, start, first)
         yield place.only(missing.file, missing.what)
     if published is not None and start is not None and published.end < start:
         again, _ = _read_published(place)
@@ -294,7 +301,7 @@ def _look(place: _Place) -> tuple[Published | None, Published, list[int]]:
 
 def _is_damaged(place: _Place) -> bool:
     try:
-        file = _PublishedReader(place)
+        file = _open_published(place)
     except FileNotFoundError:
         return False
     try:
@@ -306,7 +313,7 @@ def _is_damaged(place: _Place) -> bool:
 def _read_published(place: _Place) -> tuple[Published | None, Published]:
     """Raises MisplacedFile."""
     try:
-        file = _PublishedReader(place)
+        file = _open_published(place)
     except FileNotFoundError:
         return None, NOTHING
     try:
@@ -315,16 +322,9 @@ def _read_published(place: _Place) -> tuple[Published | None, Published]:
         file.close()
 
 
-class _PublishedReader(PublishedFile):
-    """Opens `published` for reading only, because the checker creates no file and may lack write permission."""
-
-    def __init__(self, place: _Place) -> None:
-        super().__init__(f"{place.folder}/{PUBLISHED}", place.id, os.O_RDONLY)
-
-    def is_damaged(self) -> bool:
-        """Whether a slot of this boot is damaged. One that a power loss has torn is written anew by recovery."""
-        slots, damaged = self._parse()
-        return bool(slots) and bool(damaged) and self.read() is None
+def _open_published(place: _Place) -> PublishedFile:
+    """For reading only, because the checker creates no file and may lack write permission."""
+    return PublishedFile(f"{place.folder}/{PUBLISHED}", place.id, os.O_RDONLY)
 
 
 def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from pxrs.log.batch import GAP_ROWS_MAX, gap_bytes
 from pxrs.log.directory.scanning import scan, whole_behind
 
-_OFFSET_MAX = (1 << 63) - 1
+OFFSET_MAX = (1 << 63) - 1
 
 
 class Lost(NamedTuple):
@@ -36,20 +36,33 @@ class Mended(NamedTuple):
 
 
 def mend(
-    data: pa.Buffer, path: str, base: int, place: int, *, end: int | None, end_min: int, stored_at: int
+    data: pa.Buffer,
+    path: str,
+    base: int,
+    place: int,
+    *,
+    end: int | None,
+    end_min: int,
+    torn: int,
+    stored_at: int,
 ) -> Mended | None:
     """What takes the place of the damage in the segment with this content; None if nothing is damaged. Raises
     MisplacedFile if the segment belongs to another partition or has another one's name.
 
     data:    the bytes of the segment that were published, or are there.
     end:     the offset at which it must end; None if that is not known: then where its last whole frame ends.
-    end_min: if `end` is None, the offset up to which messages were published before the last start of the machine."""
+    end_min: if `end` is None, the offset up to which offsets may have been given away.
+    torn:    if `end` is None, and bytes behind the last whole frame cannot be read or are missing: how many more
+             offsets are left out for them; 0 if they are an append that was never acknowledged."""
     scanned = scan(data, path, base, place)
     if end is not None and scanned.end >= end:
         return None
-    behind, damaged = whole_behind(data, path, scanned, place, _OFFSET_MAX if end is None else end)
+    behind, damaged = whole_behind(data, path, scanned, place, OFFSET_MAX if end is None else end)
     last = behind[-1][1].next_offset if behind else scanned.end
     until = max(last, end_min) if end is None else end
+    at = max((each + header.frame_bytes for each, header in behind), default=scanned.position)
+    if end is None and (at < data.size or last < until):
+        until += torn
     if not damaged and last == until:
         return None
     lost = [Lost(each.offset, each.next_offset, each.what) for each in damaged]

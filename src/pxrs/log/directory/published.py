@@ -110,6 +110,15 @@ class PublishedFile:
         data = self._bytes()
         return any(data[at : at + _SLOT.size].endswith(self._boot) for at in (0, _STRIDE))
 
+    def has_damaged_slot(self) -> bool:
+        """Whether a slot, of any boot, is neither whole nor empty."""
+        return bool(self._slots()[1])
+
+    def is_damaged(self) -> bool:
+        """Whether a slot of this boot is damaged. One that a power loss has torn is written anew by recovery."""
+        slots, damaged = self._parse()
+        return (bool(slots) or self.is_of_this_boot()) and bool(damaged) and self.read() is None
+
     def _bytes(self) -> bytes:
         return os.pread(self._descriptor, 2 * _STRIDE, 0)
 
@@ -142,11 +151,22 @@ class PublishedFile:
     ) -> Published:
         """Publish an end. `last` is what was published before; its slot is not overwritten."""
         published = Published(1 if last is None else last.counter + 1, segment, segment_bytes, end, is_suspect)
-        data = _SLOT.pack(*published[:5], _FORMAT, self._place, self._boot)
-        data += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
+        data = self._slot(published)
         if os.pwrite(self._descriptor, data, published.counter % 2 * _STRIDE) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
         return published
+
+    def start_anew(self, published: Published) -> None:
+        """Replace both slots, whatever they hold, with one write: by this end, or by nothing if it is NOTHING."""
+        data = bytearray(2 * _STRIDE)
+        if published != NOTHING:
+            data[_STRIDE:] = self._slot(published._replace(counter=1))
+        if os.pwrite(self._descriptor, data, 0) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+
+    def _slot(self, published: Published) -> bytes:
+        data = _SLOT.pack(*published[:5], _FORMAT, self._place, self._boot)
+        return data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

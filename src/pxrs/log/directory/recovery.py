@@ -23,6 +23,7 @@ from pxrs.disk import replace_file
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import GAP_ROWS_MAX, Header, gap_bytes
 from pxrs.log.directory.index import Index
+from pxrs.log.directory.kept_files import keep
 from pxrs.log.directory.producers_file import dump_producers, load_producers, producers_path
 from pxrs.log.directory.published import Published, PublishedFile
 from pxrs.log.directory.reserved import read_reserved
@@ -243,8 +244,8 @@ class Recovery:
 
     def _go_on_behind(self, base: int, found: list[tuple[int, Header]], end: int, until: int) -> Published:
         """Seal the segment at `base`, of which the frames `found` can be read, and make a new one that begins at the
-        offset `end` with a gap up to `until`. The old segment is not changed: its bytes behind `end` are not part of
-        the log."""
+        offset `end` with a gap up to `until`. The old segment is not changed, or is kept under another name: its bytes
+        behind `end` are not part of the log."""
         path = segment_path(self.folder, end)
         if found:
             try:
@@ -255,6 +256,8 @@ class Recovery:
             producers.note_all((header for _, header in found), time.time())
             replace_file(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)
         gap = self.gap(end, until)
+        if _size(path):  # not even the first frame is whole, and the new segment has the name of the old one
+            _logger.warning("%s: what is left of %s is kept in %s", self.place, path, keep(path, is_copied=True))
         replace_file(path, gap, is_durable=True)
         disk.sync_folder(self.folder)
         if found:

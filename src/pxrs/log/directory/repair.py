@@ -8,28 +8,31 @@
 | the first frame of a segment cannot be read | the same; the damaged segment is kept beside it under another name |
 | a segment is missing, or published bytes of the last one | a new segment with a gap for the lost offsets |
 | an index, or the producers' state | the file is renamed; it is made again from the segments |
-| `published`, damaged or of another partition | the file is renamed; the end is found again in the last segment |
-| `start`, damaged or of another partition | the file is renamed; the first segment that is there is the beginning |
-| `reserved`, damaged | the file is renamed, and written anew, beyond every offset that can have been given away |
+| `published`, damaged or of another partition | a copy is kept; the end is found again in the last segment |
+| `start`, damaged or of another partition | a copy is kept; the first segment that is there is the beginning |
+| `reserved`, damaged | a copy is kept; it is written anew, beyond every offset that is known to have been given away |
 
 What it cannot repair, because what is needed is nowhere in the directory: a damaged or missing `topic.json`, the
 missing folder of a topic or partition, a segment or `reserved` that belongs elsewhere, a folder that no topic leads to.
 
-A step is done under the partition's append lock, as a roll is, and looks at the files again first. Readers and
-producers of other processes go on: nothing that they have mapped is cut (L2).
+A step is done under the partition's append lock, as a roll is, and looks at the files again first: what was written
+since the plan was made is left alone. Readers and producers of other processes go on: nothing that they have mapped is
+cut (L2), and producers whose last batches are lost are told so by the gap (`pxrs.log.producers`).
+
+A repair that is killed leaves files that the next one finishes, and a log that other processes can use meanwhile. The
+last segment is therefore sealed before it is repaired (`_seal`). No offset is given away twice: where neither
+`published` nor the last segment tells how many were, the new segment begins further on, behind a gap.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
@@ -41,11 +44,14 @@ from pxrs.log.contract import DamagedTopic
 from pxrs.log.directory.append_lock import AppendLock
 from pxrs.log.directory.check import Finding
 from pxrs.log.directory.description import look_up
+from pxrs.log.directory.kept_files import Signature, keep, signature
 from pxrs.log.directory.log import DirectoryLog
-from pxrs.log.directory.mending import Lost, Mended, gaps, mend
+from pxrs.log.directory.mending import OFFSET_MAX, Lost, Mended, gaps, mend
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import NOTHING, Published, PublishedFile
-from pxrs.log.directory.reserved import RESERVED, RESERVED_OFFSETS, dump_reserved
+from pxrs.log.directory.recovery import Recovery
+from pxrs.log.directory.reserved import RESERVED, RESERVED_OFFSETS, dump_reserved, read_reserved
+from pxrs.log.directory.scanning import scan, whole_behind
 from pxrs.log.directory.sealed import index_path
 from pxrs.log.directory.segments.files import SUFFIX, segment_bases, segment_path
 from pxrs.log.directory.segments.writing import next_segment
@@ -55,8 +61,8 @@ from pxrs.model import Topic
 from pxrs.wording import counted
 
 LOCK_S: Final = 10.0
-_KEPT: Final = "damaged"
-"""In the name under which a file is kept that is replaced or removed."""
+_FIRST: Final = (RESERVED, PUBLISHED)
+"""What is repaired before the segments: it tells where they end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,162 +107,241 @@ _HOPELESS: Final = (
 )
 
 
+class _Known(NamedTuple):
+    """What the file `published` tells."""
+
+    published: Published | None
+    """The end in this boot; None if the file does not tell it: it is missing, damaged, misplaced, of an earlier boot,
+    or older than the segments."""
+    last: Published
+    """The last end that the file tells, of any boot."""
+    is_of_this_boot: bool = False
+    """Whether messages were published since the machine started, so that no power loss has taken any."""
+    is_damaged: bool = False
+    """Whether the file should tell the end and does not, so that bytes behind the last whole frame may be those of
+    messages that were acknowledged. After a start of the machine they are an append that was torn."""
+
+
 class _PartitionRepair:
     """Repairs one partition."""
 
     def __init__(self, path: Path, topic: Topic, number: int) -> None:
         self.topic, self.number, self._root = topic, number, path
-        self.folder = str(path / "topics" / topic.name / "partitions" / f"partition-{number}")
+        # Resolved: if the topic is deleted and another one gets its name before a step is done, the folder is gone.
+        self.folder = str((path / "topics" / topic.name).resolve() / "partitions" / f"partition-{number}")
         self.id = place_id(topic.id, number)
 
     def steps(self, findings: list[Finding]) -> list[Step]:
         if not os.path.isdir(self.folder):
             return [Step(each, _HOPELESS) for each in findings]
-        small = [each for each in findings if not each.file.endswith(SUFFIX)]
         segments = {each.file: each for each in reversed(findings) if each.file.endswith(SUFFIX)}
-        # `published` first: where the last segment must end is read from it. The other small files last: an index is
-        # made again from segments that can be read.
-        small.sort(key=lambda each: os.path.basename(each.file) != PUBLISHED)
-        first = [self._small(each) for each in small if os.path.basename(each.file) == PUBLISHED]
-        rest = [self._small(each) for each in small if os.path.basename(each.file) != PUBLISHED]
+        small = {each.file: each for each in reversed(findings) if not each.file.endswith(SUFFIX)}
+        # First the files that tell where the last segment must end. The other small files last: an index is made again
+        # from segments that can be read.
+        first = [
+            self._small(small.pop(f"{self.folder}/{name}"), segments) for name in _FIRST if self._is_in(name, small)
+        ]
+        rest = [self._small(each, segments) for each in reversed(small.values())]
         return [*first, *(self._segment(each) for each in reversed(segments.values())), *rest]
+
+    def _is_in(self, name: str, findings: Container[str]) -> bool:
+        return f"{self.folder}/{name}" in findings
 
     # Small files.
 
-    def _small(self, finding: Finding) -> Step:
+    def _small(self, finding: Finding, segments: Container[str]) -> Step:
         file, name = finding.file, os.path.basename(finding.file)
+        seen = signature(file)
         if name == PUBLISHED:
-            return self._published_file(finding)
+            return self._published_file(finding, segments)
         if name == START:
             again = "the first segment that is there is taken for the beginning"
-            return Step(finding, f"rename it; {again}", 0, lambda: self._rename(file, self._begin_anew))
+            return Step(finding, f"keep a copy of it; {again}", 0, lambda: self._rewrite(file, seen, self._begin_anew))
         if name == RESERVED and "another topic or partition" not in finding.what:
-            again = "it is written anew, beyond every offset that can have been given away"
-            return Step(finding, f"rename it; {again}", 0, lambda: self._rename(file, self._reserve_anew))
+            again = "it is written anew, beyond every offset that is known to have been given away"
+            action = f"keep a copy of it; {again}"
+            return Step(finding, action, 0, lambda: self._rewrite(file, seen, self._reserve_anew))
         if name.endswith((".index", ".producers")):
-            return Step(finding, "rename it; it is made again from the segments", 0, lambda: self._rename(file))
+            return Step(finding, "rename it; it is made again from the segments", 0, lambda: self._rename(file, seen))
         return Step(finding, _HOPELESS)
 
-    def _rename(self, file: str, then: Callable[[], None] = lambda: None) -> str:
+    def _rename(self, file: str, seen: Signature | None) -> str:
         with self._locked():
-            kept = _keep(file)
-            then()
+            if signature(file) != seen:
+                return _changed(file)
+            kept = keep(file)
             disk.sync_folder(self.folder)
         return f"renamed to {kept}"
 
+    def _rewrite(self, file: str, seen: Signature | None, write: Callable[[], None]) -> str:
+        """Replace a file that must not be missing at any moment: its absence means something else."""
+        with self._locked():
+            if signature(file) != seen:
+                return _changed(file)
+            kept = keep(file, is_copied=True)
+            write()
+            disk.sync_folder(self.folder)
+        return f"{file} was written anew; a copy of the damaged one is {kept}"
+
     def _begin_anew(self) -> None:
-        if bases := segment_bases(self.folder):
-            write_start(self.folder, self.id, bases[0])
+        bases = segment_bases(self.folder)
+        write_start(self.folder, self.id, bases[0] if bases else 0)
 
     def _reserve_anew(self) -> None:
-        published, last = self._look()
-        end = max(last.end, 0 if published is None else published.end)
-        reserved = dump_reserved(end + RESERVED_OFFSETS, self.id)
+        reserved = dump_reserved(self._reserved_at_least(), self.id)
         replace_file(f"{self.folder}/{RESERVED}", reserved, is_durable=True)
+
+    def _reserved(self) -> int:
+        """The first offset that was never reserved, as far as that is known. Raises MisplacedFile."""
+        try:
+            return read_reserved(self.folder, self.id)
+        except MisplacedFile:
+            raise
+        except DamagedFrame:
+            return self._reserved_at_least()
+
+    def _reserved_at_least(self) -> int:
+        """An offset that no process has given away, found without `reserved`: one reservation beyond the last offset
+        that the other files tell."""
+        last, end = self._look().last, 0
+        if bases := segment_bases(self.folder):
+            path = segment_path(self.folder, bases[-1])
+            data = pa.py_buffer(Path(path).read_bytes())
+            scanned = scan(data, path, bases[-1], self.id)
+            behind, _ = whole_behind(data, path, scanned, self.id, OFFSET_MAX)
+            end = behind[-1][1].next_offset if behind else scanned.end
+        return max(last.end, end) + RESERVED_OFFSETS
 
     # The published end.
 
-    def _published_file(self, finding: Finding) -> Step:
-        try:
-            published, _ = self._read_published()
-        except MisplacedFile:
-            again = "the end is found again in the last segment"
-            return Step(finding, f"rename it; {again}", 0, lambda: self._rename(finding.file))
+    def _published_file(self, finding: Finding, segments: Container[str]) -> Step:
+        published = self._look().published
         if published is None:
+            try:
+                mended = self._mended(self._last_base())
+            except (DamagedFrame, OSError) as error:
+                return Step(finding, _refused(error))
             action = "keep a copy of it; the end is found again in the last segment"
-            return Step(finding, action, 0, lambda: self._find_end(finding.file))
-        start = read_start(self.folder, self.id, is_retained=self.topic.is_retained) or 0
+            if mended is None or any(self._is_in(_name(base), segments) for base in (self._last_base(), mended.base)):
+                return Step(finding, action, 0, lambda: self._find_end(finding.file))
+            lost = _count(mended.lost)
+            action = f"{action}; go on in {segment_path(self.folder, mended.base)}; {_told(mended.lost)}"
+            return Step(finding, action, lost, lambda: self._find_end(finding.file))
+        start = self._start()
         if published.end < start:
             action = f"go on at offset {start}, behind a gap"
             return Step(finding, action, 0, lambda: self._fill(published, start))
         return Step(finding, "nothing is to be done: it is sound by now")
 
     def _find_end(self, file: str) -> str:
-        """Let a process that opens the partition find the end. If the last segment is damaged, its repair does so."""
-        kept = _keep(file, is_copied=True)
-        log = DirectoryLog(self._root)
-        try:
-            topic = log.topic(self.topic.name)
-            with suppress(DamagedFrame):
-                topic.end(self.number)
-        finally:
-            log.close()
-        return f"a copy of it is {kept}"
+        """Find the end in the last segment, and publish it. Where bytes behind the last whole frame cannot be read,
+        they stay where they are, and a new segment goes on behind a gap: they may be messages that were acknowledged,
+        and consumers may have read them."""
+        with self._locked():
+            if self._look().published is not None:
+                return _changed(file)
+            base = self._last_base()
+            if (mended := self._mended(base)) is not None:
+                done = self._seal(base, mended.end) + self._write_segment(mended, base)
+            else:
+                done = self._publish(NOTHING) + "the end was found in the last segment"
+        if mended is None:  # let a process that opens the partition find the end
+            log = DirectoryLog(self._root)
+            try:
+                log.topic(self.topic.name).end(self.number)
+            finally:
+                log.close()
+        return done
 
     def _fill(self, published: Published, start: int) -> str:
         with self._locked():
-            now, _ = self._look()
-            if now != published:
-                return f"{self.folder}/{PUBLISHED} was written since; check again"
+            if self._look().published != published:
+                return _changed(f"{self.folder}/{PUBLISHED}")
             content = gaps(published.end, start, self.id, clock.wall_time_us())
             mended = Mended(published.end, content, start, [])
-            new = segment_path(self.folder, published.end)
-            kept = self._make_room(new, published.end, published.segment)
-            replace_file(new, content, is_durable=True)
-            disk.sync_folder(self.folder)
-            self._publish(mended)
-        return f"{new} was written{kept}"
+            return self._seal(published.segment, start) + self._write_segment(mended, published.segment)
 
     # Segments.
 
     def _segment(self, finding: Finding) -> Step:
         try:
-            mended = self._mended(int(Path(finding.file).name.removesuffix(SUFFIX)))
+            mended = self._mended(_base(finding.file))
         except (DamagedFrame, OSError, ValueError) as error:
-            what = error.what if isinstance(error, DamagedFrame) else str(error)
-            return Step(finding, f"cannot be repaired: {what}; put the right file in its place")
+            return Step(finding, _refused(error))
         if mended is None:
             return Step(finding, "nothing is to be done: the next process that opens the partition goes on behind it")
         new = segment_path(self.folder, mended.base)
-        lost = sum(each.next_offset - each.offset for each in mended.lost)
-        kept = "; the damaged file is kept beside it" if new == finding.file and os.path.exists(new) else ""
+        kept = "; the damaged file is kept beside it" if os.path.exists(new) else ""
         action = f"go on in {'a new ' if kept else ''}{new}{kept}; {_told(mended.lost)}"
-        return Step(finding, action, lost, lambda: self._replace(finding.file))
+        return Step(finding, action, _count(mended.lost), lambda: self._replace(finding.file))
 
     def _mended(self, base: int) -> Mended | None:
-        """What takes the place of the damage in this segment, or of the segment if it is missing."""
-        published, last = self._look()
-        bases = segment_bases(self.folder)
-        now = clock.wall_time_us()
-        tail = published.segment if published is not None else (bases[-1] if bases else last.segment)
-        following = next((each for each in bases if each > base), None)
-        is_last = base >= tail
-        end = (None if published is None else published.end) if is_last else (tail if following is None else following)
+        """What takes the place of the damage in this segment, or of the segment if it is missing. None if nothing has
+        to, or if retention has removed the segment."""
+        known, bases, now = self._look(), segment_bases(self.folder), clock.wall_time_us()
+        published = known.published
+        is_last = base >= self._last_base()
+        end = None if published is None else published.end
+        # Behind `end_min` no offset was given away. A power loss takes messages that were read, and not their offsets.
+        end_min = known.last.end if known.is_of_this_boot else max(known.last.end, self._reserved())
+        if not is_last:
+            end = next((each for each in bases if each > base), self._last_base())
+        torn = RESERVED_OFFSETS if known.is_damaged else 0
         if base not in bases:
-            until = last.end if end is None else end
-            what = "the segment is missing"
-            return Mended(base, gaps(base, until, self.id, now), until, [Lost(base, until, what)])
+            until = end_min + torn if end is None else end
+            lost = Lost(base, until, "the segment is missing")
+            is_gone = until <= max(base, self._start())
+            return None if is_gone else Mended(base, gaps(base, until, self.id, now), until, [lost])
         path = segment_path(self.folder, base)
         data = pa.py_buffer(Path(path).read_bytes())
         if is_last and published is not None:
             data = data.slice(0, min(data.size, published.segment_bytes))
-        end_min = last.end if self.topic.durability == "disk" else 0
-        return mend(data, path, base, self.id, end=end, end_min=end_min, stored_at=now)
+        return mend(data, path, base, self.id, end=end, end_min=end_min, torn=torn, stored_at=now)
 
     def _replace(self, file: str) -> str:
-        base = int(Path(file).name.removesuffix(SUFFIX))
+        base = _base(file)
         with self._locked():
-            published, _ = self._look()
-            bases = segment_bases(self.folder)
-            is_last = base >= (published.segment if published is not None else bases[-1] if bases else 0)
+            is_last = base >= self._last_base()
             mended = self._mended(base)
             if mended is None:
-                return f"{file} is sound by now"
-            new = segment_path(self.folder, mended.base)
-            kept = self._make_room(new, mended.base, base)
-            replace_file(new, mended.content, is_durable=True)
-            disk.sync_folder(self.folder)
-            if is_last and mended.base == base:
-                # A writer that has the damaged file open would go on in it: a new segment makes it open that one.
-                next_segment(self.folder, mended.end).close()
-                self._publish(Mended(mended.end, b"", mended.end, []))
-            elif is_last:
-                self._publish(mended)
-            for each in {base, mended.base}:  # the indexes of files that are damaged or gone
-                if os.path.exists(index := index_path(segment_path(self.folder, each))):
-                    kept += f"; {index} renamed to {_keep(index)}"
-            disk.sync_folder(self.folder)
+                return f"{file} is sound by now, or retention has removed it"
+            done = self._seal(base, mended.end) if is_last else ""
+            return done + self._write_segment(mended, base)
+
+    def _write_segment(self, mended: Mended, base: int) -> str:
+        """Write the segment that takes the place of damage in the one at `base`; that one is not changed, or is kept
+        under another name. The caller holds the append lock."""
+        new = segment_path(self.folder, mended.base)
+        kept = self._make_room(new, mended.base, base)
+        replace_file(new, mended.content, is_durable=True)
+        disk.sync_folder(self.folder)
+        for each in sorted({base, mended.base}):  # the indexes of files that are damaged or gone
+            if os.path.exists(index := index_path(segment_path(self.folder, each))):
+                kept += f"; {index} renamed to {keep(index)}"
+        disk.sync_folder(self.folder)
         return f"{new} was written{kept}; {_told(mended.lost)}"
+
+    def _seal(self, base: int, end: int) -> str:
+        """Go on in a new segment at the offset `end`, as a roll does, before the last one, which begins at `base`, is
+        repaired. So a repair that is killed leaves a sealed segment that is damaged, which the next repair finds, and
+        no process goes on in a segment of which a part was replaced. Returns what `_publish` does."""
+        if os.path.exists(old := segment_path(self.folder, base)):
+            with open(old, "rb") as file:  # a segment is synced before the next one is made (L3)
+                disk.sync_data(file.fileno())
+        if end > base:
+            next_segment(self.folder, end).close()
+        return self._publish(Published(0, end, 0, end))
+
+    def _publish(self, published: Published) -> str:
+        """Write `published`. Returns where the former content is kept, if it was damaged."""
+        path = f"{self.folder}/{PUBLISHED}"
+        kept = f"a copy of {path} is {keep(path, is_copied=True)}; " if self._look().is_damaged else ""
+        file = PublishedFile(path, self.id)
+        try:
+            file.start_anew(published)
+        finally:
+            file.close()
+        return kept
 
     def _make_room(self, new: str, new_base: int, base: int) -> str:
         """Keep what has the name of the new segment. Raises DamagedFrame if that is another segment than the damaged
@@ -265,14 +350,7 @@ class _PartitionRepair:
             return ""
         if new_base != base and os.path.getsize(new):
             raise DamagedFrame(new, 0, "another segment lies where the readable part of the damaged one ends")
-        return f"; what was there is in {_keep(new, is_copied=True)}"
-
-    def _publish(self, mended: Mended) -> None:
-        file = PublishedFile(f"{self.folder}/{PUBLISHED}", self.id)
-        try:
-            file.rebuild(mended.base, len(mended.content), mended.end)
-        finally:
-            file.close()
+        return f"; what was there is in {keep(new, is_copied=True)}"
 
     # What these share.
 
@@ -286,23 +364,66 @@ class _PartitionRepair:
             lock.release()
             lock.close()
 
-    def _look(self) -> tuple[Published | None, Published]:
-        """What is published in this boot, and what was in any; nothing if the file is damaged or misplaced, because
-        its repair comes first."""
+    def _start(self) -> int:
+        """The first offset that retention has left; 0 if that is not known."""
         try:
-            return self._read_published()
-        except MisplacedFile:
-            return None, NOTHING
+            return read_start(self.folder, self.id, is_retained=self.topic.is_retained) or 0
+        except DamagedFrame:
+            return 0
 
-    def _read_published(self) -> tuple[Published | None, Published]:
+    def _last_base(self) -> int:
+        """The first offset of the segment that is appended to, as far as that is known."""
+        known, bases = self._look(), segment_bases(self.folder)
+        if known.published is not None:
+            return known.published.segment
+        return bases[-1] if bases else self._start()
+
+    def _look(self) -> _Known:
+        """What is published. Under the append lock it is exact; a plan is made without the lock."""
         try:
             file = PublishedFile(f"{self.folder}/{PUBLISHED}", self.id, os.O_RDONLY)
         except FileNotFoundError:
-            return None, NOTHING
+            return _Known(None, NOTHING)
         try:
-            return file.read(), file.last()
+            while (published := file.read()) is not None:
+                if not self._is_outdated(published, file):
+                    return _Known(published, published, True)
+                if file.read() == published:  # else another process has appended meanwhile
+                    return _Known(None, published, True, is_damaged=True)
+            return _Known(None, file.last(), file.is_of_this_boot(), file.has_damaged_slot())
+        except MisplacedFile:
+            return _Known(None, NOTHING, is_damaged=True)
         finally:
             file.close()
+
+    def _is_outdated(self, published: Published, file: PublishedFile) -> bool:
+        """Whether more was appended than this end tells, as after the restore of an older copy of the file."""
+        place = f"{self.topic.name}/{self.number}"
+        recovery = Recovery(
+            self.folder, place, self.id, file, is_synced=lambda: False, known_start=lambda: self._start()
+        )
+        return recovery.is_outdated(published)
+
+
+def _base(file: str) -> int:
+    return int(os.path.basename(file).removesuffix(SUFFIX))
+
+
+def _name(base: int) -> str:
+    return os.path.basename(segment_path("", base))
+
+
+def _changed(file: str) -> str:
+    return f"nothing: {file} was written since the plan was made; check again"
+
+
+def _refused(error: Exception) -> str:
+    what = error.what if isinstance(error, DamagedFrame) else str(error)
+    return f"cannot be repaired: {what}; put the right file in its place"
+
+
+def _count(lost: list[Lost]) -> int:
+    return sum(each.next_offset - each.offset for each in lost)
 
 
 def _told(lost: list[Lost]) -> str:
@@ -311,20 +432,4 @@ def _told(lost: list[Lost]) -> str:
     ]
     if not parts:
         return "no offset is lost"
-    count = sum(each.next_offset - each.offset for each in lost)
-    return f"{counted(count, 'offset')} without messages: {', '.join(parts)}"
-
-
-def _keep(file: str, *, is_copied: bool = False) -> str:
-    """Give a file another name, or copy it; returns the name of what is kept."""
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    for number in range(1_000):
-        kept = f"{file}.{_KEPT}-{stamp}" + (f"-{number}" if number else "")
-        if not os.path.exists(kept):
-            break
-    if is_copied:
-        shutil.copyfile(file, kept)  # the name must not be missing for a moment: readers use it
-        disk.sync_folder(os.path.dirname(file))
-    else:
-        os.rename(file, kept)
-    return kept
+    return f"{counted(_count(lost), 'offset')} without messages: {', '.join(parts)}"
