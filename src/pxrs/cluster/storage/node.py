@@ -204,8 +204,8 @@ class StorageNode:
         undo = None
         if outcome.append:
             (item,) = outcome.append
-            number = getattr(item, "recovery", 0)
-            record = Record(Kind.FENCE, ledger, recovery=number)
+            assert isinstance(item, FenceItem)
+            record = Record(Kind.FENCE, ledger, recovery=item.recovery)
             undo = functools.partial(self._lower_fence, ledger, before)
         elif not outcome.is_after_sync:
             return outcome.reply, _nothing
