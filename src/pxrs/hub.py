@@ -414,11 +414,13 @@ class Hub(OpenHub):
 
     def record_audit(self, action: str, **fields: Json) -> None:
         """Keep what an administrator has done, as the event `audit.<action>` with these fields; `pxrs.events.names` has
-        the actions. It is stored soon; a failure of that is logged, and never raised.
+        the actions of pxrs. It is stored soon; a failure of that is logged, and never raised.
+
+        action: its name: lower-case letters and underscores. Raises InvalidArgument if it has others.
 
         who: by default the user of this process and the host. Behind a server, the server writes the caller's
              token."""
-        self.parts.events.audit(action, **fields)
+        self.parts.record_audit(action, fields)
 
     # Upkeep.
 

@@ -25,14 +25,8 @@ from dataclasses import replace
 from typing import Final
 
 from pxrs import arguments
-from pxrs.errors import (
-    Conflict,
-    GroupActive,
-    GroupElsewhere,
-    GroupError,
-    InvalidGroup,
-)
-from pxrs.events.recording import LOGGED_ONLY, Recorder
+from pxrs.errors import Conflict, GroupActive, GroupElsewhere, GroupError, InvalidGroup
+from pxrs.events.recording import LOGGED_ONLY, Recorder, attempted
 from pxrs.group.changes import Guard, in_commits, write_of
 from pxrs.group.checkpoints import CheckpointWrite
 from pxrs.group.description import GroupDescription
@@ -60,6 +54,8 @@ from pxrs.registry.contract import ABSENT, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
+_ACTIONS: Final = {"import": "import_checkpoint", "delete": "delete_group"}
+"""The names of actions in `_audit`, where they differ from the names that checkpoints have in `by`."""
 
 
 class GroupHandle:
@@ -178,6 +174,7 @@ class GroupHandle:
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(lambda: Guard(self._keys), lambda _: gone, "delete", force=True)
+        self._recorder.audit("delete_group", group=self.name, topic=asked, force=force)
         # In this order: a member that joins before `starts` is reset may assume that every partition has a checkpoint,
         # but its key is deleted below, so that it joins anew; a member that joins later reads the checkpoints, which
         # are all gone.
@@ -190,7 +187,6 @@ class GroupHandle:
         if ids is None or not (left := self._reader.read()).is_there:
             self._retire_leader(state if ids is None else left)
         self._project()
-        self._recorder.audit("delete_group", group=self.name, topic=asked, force=force)
 
     def retry(self, topic: str, partition: int, offset: int | None = None) -> None:
         """Handle the message again that a partition is paused at. Raises GroupError if the partition is not paused.
@@ -204,7 +200,8 @@ class GroupHandle:
             if offset not in (None, paused.offset):
                 raise self._paused_elsewhere(name, partition)
             try:
-                self._registry.commit({key: version}, delete=[key])
+                with attempted(self._recorder, "retry", group=self.name, topic=name, partition=partition):
+                    self._registry.commit({key: version}, delete=[key])
                 self._audit_decision("retry", name, key, paused)
                 return
             except Conflict:  # the partition is paused at another message, or somebody has decided otherwise
@@ -224,7 +221,8 @@ class GroupHandle:
         if not is_other and not paused.skip:
             order = replace(paused, skip=True)
             try:
-                self._registry.commit({key: version}, {key: order.dump()})
+                with attempted(self._recorder, "skip", group=self.name, topic=name, partition=partition):
+                    self._registry.commit({key: version}, {key: order.dump()})
                 self._audit_decision("skip", name, key, paused)
             except Conflict:  # the decision is only about the message that was seen
                 is_other = True
@@ -347,25 +345,27 @@ class GroupHandle:
 
         replaces: False leaves existing checkpoints as they are."""
         written: dict[TopicPartition, int | None] = {}
-        for attempt in range(ATTEMPTS_MAX):
-            guard = guarded()
-            todo = {place: offset for place, offset in choose(guard).items() if place not in written}
-            state = self._reader.read()
-            self._check_idle(state, force)
-            if not replaces:
-                todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
-            guard.take(state)
-            writes = [write_of(self._keys, state, place, offset, by) for place, offset in todo.items()]
-            # All keys in one commit first; if another commit has changed one of them, one commit for each key.
-            for some in in_commits(writes, guard, self._registry.limits, None if attempt == 0 else 1):
-                if self._commit(some, guard):
-                    self._record_freed(some, by, state)
-                    written |= {write.partition: todo[write.partition] for write in some}
-            if todo.keys() <= written.keys():
-                if not state.members:
-                    self._project()
-                return written
-        raise self._too_lively()
+        with attempted(self._recorder, _ACTIONS.get(by, by), group=self.name) as audited:
+            for attempt in range(ATTEMPTS_MAX):
+                guard = guarded()
+                todo = {place: offset for place, offset in choose(guard).items() if place not in written}
+                state = self._reader.read()
+                self._check_idle(state, force)
+                if not replaces:
+                    todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
+                guard.take(state)
+                writes = [write_of(self._keys, state, place, offset, by) for place, offset in todo.items()]
+                # All keys in one commit first; if another commit has changed one of them, one commit for each key.
+                for some in in_commits(writes, guard, self._registry.limits, None if attempt == 0 else 1):
+                    if self._commit(some, guard):
+                        audited.has_effect = True
+                        self._record_freed(some, by, state)
+                        written |= {write.partition: todo[write.partition] for write in some}
+                if todo.keys() <= written.keys():
+                    if not state.members:
+                        self._project()
+                    return written
+            raise self._too_lively()
 
     def _commit(self, writes: Sequence[CheckpointWrite], guard: Guard) -> bool:
         expect, put, delete = guard.merged(writes)

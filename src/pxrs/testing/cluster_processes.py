@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, Self
 import pxrs
 from pxrs.errors import PxrsError
 from pxrs.testing.proxy import Proxy
-from pxrs.testing.servers import BrokerProcess, StorageProcess
+from pxrs.testing.servers import BrokerServer, StorageServer
 from pxrs.testing.servers.command import CommandServer
 
 READY_S: Final = 60.0
@@ -29,14 +29,14 @@ READY_S: Final = 60.0
 class Node(NamedTuple):
     """A storage node, and the proxy between it and the brokers."""
 
-    process: StorageProcess
+    process: StorageServer
     proxy: Proxy
 
 
 class BrokerMember(NamedTuple):
     """A broker, the proxy between it and its clients, and the proxies between it and the registry."""
 
-    process: BrokerProcess
+    process: BrokerServer
     proxy: Proxy
     registry: tuple[Proxy, ...]
 
@@ -99,9 +99,9 @@ class ClusterProcesses(ExitStack):
 
     def add_node(self) -> Node:
         """Start another storage node; returns before it is ready."""
-        process = StorageProcess(self._registry, flags=self._node_flags)
+        process = StorageServer(self._registry, flags=self._node_flags, forked=True)
         proxy = self.enter_context(Proxy(process.host, process.port))
-        process.advertise = f"{proxy.host}:{proxy.port}"
+        process.advertised = f"{proxy.host}:{proxy.port}"
         self.enter_context(_Closing(process))
         process.start(wait=False)
         self.nodes.append(Node(process, proxy))
@@ -115,9 +115,9 @@ class ClusterProcesses(ExitStack):
             targets = [target.rpartition(":") for target in rest.split(",")]
             proxies = tuple(self.enter_context(Proxy(host, int(port))) for host, _, port in targets)
             registry = f"{scheme}://{','.join(f'{each.host}:{each.port}' for each in proxies)}"
-        process = BrokerProcess(registry, name, flags=self._broker_flags)
+        process = BrokerServer(registry, name, flags=self._broker_flags, forked=True)
         proxy = self.enter_context(Proxy(process.host, process.port))
-        process.advertise = f"{proxy.host}:{proxy.port}"
+        process.advertised = f"{proxy.host}:{proxy.port}"
         self.enter_context(_Closing(process))
         process.start(wait=False)
         self.brokers.append(BrokerMember(process, proxy, proxies))

@@ -16,17 +16,18 @@ servers also die with the process that started them, however that one ends; else
 that is killed outright leaves its servers running.
 """
 
+from pxrs.testing.servers.broker import BrokerServer
 from pxrs.testing.servers.certificates import Certificates, certificates
 from pxrs.testing.servers.cluster import Cluster, QuorumServer
 from pxrs.testing.servers.etcd import EtcdCluster, EtcdServer
 from pxrs.testing.servers.hub import HubServer
-from pxrs.testing.servers.members import BrokerProcess, StorageProcess
 from pxrs.testing.servers.postgres import PostgresServer, installed_postgres
 from pxrs.testing.servers.process import Server, ServerFailed, free_ports
+from pxrs.testing.servers.storage import StorageServer
 from pxrs.testing.servers.zookeeper import ZooKeeperCluster, ZooKeeperServer
 
 __all__ = [
-    "BrokerProcess",
+    "BrokerServer",
     "Certificates",
     "Cluster",
     "EtcdCluster",
@@ -36,7 +37,7 @@ __all__ = [
     "QuorumServer",
     "Server",
     "ServerFailed",
-    "StorageProcess",
+    "StorageServer",
     "ZooKeeperCluster",
     "ZooKeeperServer",
     "certificates",
