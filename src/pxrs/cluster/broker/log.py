@@ -24,9 +24,6 @@ _logger = logging.getLogger(__name__)
 
 TRIES_MAX: Final = 100
 """How often a change of a topic is tried again because another one came first."""
-RECORD_S: Final = 0.1
-KNOWN_MAX: Final = 10_000
-"""The records of so many topics are remembered."""
 PATIENCE_S: Final = 30.0
 """How long a call of this broker waits until the partitions that it concerns have an owner that answers."""
 
@@ -97,8 +94,6 @@ class ClusterLog(Log):
         self.broker, self.ownership, self.peers = broker, ownership, peers
         self._cluster = cluster
         self._is_closed = False
-        self._known: dict[str, tuple[TopicRecord, float]] = {}
-        """By name: the record, and when it was read, on the monotonic clock."""
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self.check_usable()
@@ -127,15 +122,11 @@ class ClusterLog(Log):
         return []
 
     def topic(self, name: str) -> TopicLog:
-        """Asked by every call of a client, so the record is not read again for RECORD_S. A topic that another broker
-        has deleted may be found for that long; its calls then raise TopicDeleted, because handles go by the id."""
+        """From what this broker has last seen, if the topic is there: every call of a client comes by here, and must
+        not wait for the registry, which may be away. A topic that was deleted meanwhile has no owners any more."""
         self.check_usable()
-        known = self._known.get(name)
-        if known is None or time.monotonic() - known[1] > RECORD_S:
-            known = self._known[name] = self._record(name)[0], time.monotonic()
-            while len(self._known) > KNOWN_MAX:
-                self._known.pop(next(iter(self._known)), None)
-        return ClusterTopic(known[0], self)
+        known = self.broker.view.seen.topics.get(name)
+        return ClusterTopic(self._record(name)[0] if known is None else known[0], self)
 
     def _record(self, name: str) -> tuple[TopicRecord, int]:
         self.check_usable()
@@ -154,7 +145,6 @@ class ClusterLog(Log):
                 self.broker.registry.commit({key: version}, {key: altered.dump()})
             except Conflict:
                 continue
-            self._known.pop(name, None)
             self.broker.view.refresh()
             return ClusterTopic(altered, self)
         raise TopicExists(f"the settings of {name} are changed by others all the time")
@@ -170,7 +160,6 @@ class ClusterLog(Log):
                 )
             except Conflict:
                 continue
-            self._known.pop(name, None)
             self.broker.view.refresh()
             self.broker.crew.submit(self._finish, record.topic.id, gone)
             return record.topic.id
