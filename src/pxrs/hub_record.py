@@ -1,6 +1,7 @@
 """The record in a hub's directory: the id of the hub, and the registry that the hub belongs to.
 
     hub.record    one line of JSON with its checksum: {"hub": ID, "registry": ID, "address": SHOWN}
+                  {"restoring": ADDRESS}, while a backup is being restored into the directory (`backup.restoring`)
     hub.lock      held while the record is written, and while retention removes what the registry has allowed
 
 Retention of a topic with `keep_unread` asks a registry what its groups have read. If it asked another registry than the
@@ -15,7 +16,8 @@ Who writes the record:
 - `pxrs registry adopt`: both, whatever the record said before.
 
 The file is replaced as a whole and synced, so a crash leaves the old record or the new one. A damaged record raises
-DamagedFrame for every call that needs it, until an operator runs `pxrs registry adopt`.
+DamagedFrame for every call that needs it, until an operator runs `pxrs registry adopt`. The record of a restoration
+that was interrupted raises RestoreInterrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Final
 
 from pxrs import disk
 from pxrs.disk import read_with_checksum, replace_file, with_checksum
-from pxrs.errors import DamagedFrame, LogBusy
+from pxrs.errors import DamagedFrame, LogBusy, RestoreInterrupted
 
 NAME: Final = "hub.record"
 LOCK: Final = "hub.lock"
@@ -61,7 +63,7 @@ class HubRecordFile:
         """The record as it was read last, and the device, inode, time and size that its file had then."""
 
     def read(self) -> HubRecord | None:
-        """The record; None if the directory has none. Raises DamagedFrame."""
+        """The record; None if the directory has none. Raises DamagedFrame, RestoreInterrupted."""
         try:
             status = os.stat(self._path)
         except (FileNotFoundError, NotADirectoryError):
@@ -156,16 +158,32 @@ class HubRecordFile:
 
     def _write(self, record: HubRecord) -> HubRecord:
         try:
-            replace_file(self._path, with_checksum(json.dumps(asdict(record))), is_durable=True)
-            disk.sync_folder(self.folder)
+            write_record(self.folder, record)
         except OSError as error:
             raise disk.log_error(error, self._path) from error
         return record
 
 
+def write_record(folder: Path, record: HubRecord) -> None:
+    """Replace the record, durably."""
+    _replace(folder, asdict(record))
+
+
+def write_restoring(folder: Path, address: str) -> None:
+    """Record, durably, that a backup is being restored into the directory. address: of the registry, as it is shown."""
+    _replace(folder, {"restoring": address})
+
+
+def _replace(folder: Path, content: dict[str, str]) -> None:
+    replace_file(str(folder / NAME), with_checksum(json.dumps(content)), is_durable=True)
+    disk.sync_folder(folder)
+
+
 def _parse(path: str, text: str | None) -> HubRecord:
     try:
         found = json.loads(text or "")
+        if "restoring" in found:
+            raise RestoreInterrupted(os.path.dirname(path), str(found["restoring"]))
         return HubRecord(**{name: str(found[name]) for name in HubRecord.__dataclass_fields__ if name in found})
     except (ValueError, TypeError, AttributeError) as error:
         raise DamagedFrame(

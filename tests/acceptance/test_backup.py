@@ -8,20 +8,16 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import pxrs
-from pxrs import Hub
-from pxrs import registry as registries
 from pxrs.backup.keys import is_item, keys_at_one_moment
-from pxrs.backup.making import MadeBackup, Progress, make_backup
+from pxrs.backup.making import Progress
 from pxrs.backup.rebirth import EPOCH_STEP, reborn
-from pxrs.backup.restoring import refuse_used, restore, verify
+from pxrs.backup.restoring import restore, verify
 from pxrs.backup.target import read_manifest
 from pxrs.errors import (
     BackupDamaged,
@@ -34,77 +30,12 @@ from pxrs.errors import (
 )
 from pxrs.group.records import Home, Keys, Owner
 from pxrs.hub_record import HubRecordFile
-from pxrs.log.directory.check import check
 from pxrs.registry.contract import Entry
 from pxrs.registry.memory import MemoryRegistry
 from pxrs.registry.values import Snapshot
 from pxrs.testing.command import Call, run_here
 from pxrs.testing.transfer import rows_of
-
-Hook = Callable[[], None]
-
-
-class Interrupted(BaseException):
-    """The process is gone."""
-
-
-class Between:
-    """The registry of a hub, and what happens right after it was copied."""
-
-    def __init__(self, registry: Any, after: Hook) -> None:
-        self._registry, self._after = registry, after
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
-
-    def snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
-        found: Snapshot = self._registry.snapshot(is_written_once)
-        self._after()
-        return found
-
-
-@contextmanager
-def a_hub(path: Path, **options: Any) -> Iterator[Hub]:
-    with pxrs.open(path, upkeep=False) as hub:
-        hub.create_topic("orders", partitions=2, segment_bytes=4_096, **options)
-        send(hub, 60)
-        yield hub
-
-
-def send(hub: Hub, count: int, topic: str = "orders") -> None:
-    """Four messages at a time, in turn to the partitions."""
-    with hub.producer(topic) as producer:
-        for number in range(count):
-            producer.send(b"%d" % number + b"x" * 200, partition=number % 2)
-            if number % 4 == 3:
-                producer.flush()
-
-
-def read(hub: Hub, count: int, group: str = "g", topic: str = "orders") -> list[pxrs.Message]:
-    found: list[pxrs.Message] = []
-    with hub.consumer(topic, group=group, start="earliest") as consumer:
-        while len(found) < count:
-            found += consumer.poll(count - len(found), timeout=10)
-        consumer.commit()
-    return found
-
-
-def back_up(
-    hub: Hub, target: Path, tell: Callable[[Progress], None] = lambda progress: None, **given: Any
-) -> MadeBackup:
-    home = hub.check_registry()
-    assert hub.log.folder is not None
-    registry = given.get("registry", hub.registry)
-    return make_backup(hub.log.folder, home.hub if home else "", registry, "shown", target, "1", tell)
-
-
-def restored(source: Path, path: Path) -> Hub:
-    refuse_used(path)
-    manifest = verify(source, lambda progress: None)
-    with registries.open(path / "registry") as registry:
-        restore(source, manifest, path, registry, str(path / "registry"), lambda progress: None)
-    assert [found.findings for found in check(path) if found.findings] == []
-    return pxrs.open(path, upkeep=False)
+from tests.acceptance.backup_steps import Between, Interrupted, a_hub, back_up, read, restored, send
 
 
 def test_an_interrupted_backup_is_none_and_the_next_run_copies_what_is_missing(tmp_path: Path) -> None:
@@ -143,7 +74,7 @@ def test_a_backup_is_brought_up_to_date_and_the_last_one_stays_whole_until_then(
         assert made.kept_bytes > 8_000, "sealed segments are copied once"
         named = {file.path for file in made.manifest.files}
         there = {str(each.relative_to(tmp_path / "b")) for each in (tmp_path / "b").rglob("*") if each.is_file()}
-        assert there - named == {"backup.json", "lock"}, "what the last backup alone had is removed"
+        assert there - named == {"backup.json", "backup.lock"}, "what the last backup alone had is removed"
         with restored(tmp_path / "b", tmp_path / "second") as copy:
             assert rows_of(copy.topic("orders")) == rows_of(hub.topic("orders"))
 
@@ -254,11 +185,13 @@ def test_topics_that_come_and_go_while_the_backup_is_made(tmp_path: Path) -> Non
             assert len(read(copy, 60)) == 60
 
 
-def test_o10_retention_that_outruns_the_backup_takes_nothing_from_a_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_unread", [True, False])
+def test_o10_retention_that_outruns_the_backup_takes_nothing_from_a_group(keep_unread: bool, tmp_path: Path) -> None:
     """The group reads on and retention removes what it has read, after the registry was copied."""
-    with a_hub(tmp_path / "hub", retention_bytes=4_096, keep_unread=True) as hub:
+    with a_hub(tmp_path / "hub", retention_bytes=4_096, keep_unread=keep_unread) as hub:
         read(hub, 1)
-        hub.run_upkeep()
+        if keep_unread:
+            hub.run_upkeep()
         count = 0
 
         def between() -> None:
@@ -266,7 +199,7 @@ def test_o10_retention_that_outruns_the_backup_takes_nothing_from_a_group(tmp_pa
             count += 1
             if count == 1:
                 send(hub, 80)
-                read(hub, 100)
+                read(hub, 100 if keep_unread else 139)
                 hub.run_upkeep()
                 send(hub, 4)
 
@@ -327,8 +260,12 @@ def test_the_keys_of_the_restored_hub_name_the_new_hub() -> None:
             "upkeep/old/janitor": b"{}",
             ours.home: Home("old", "there").dump(),
             ours.owner("t", 0): Owner("me", 7, "w").dump(),
+            ours.owner("t", 1): Owner("me", 5_000_000).dump(),
+            ours.checkpoint("t", 1): b"{}",
+            ours.checkpoint("t", 2): b"{}",
             other.home: Home("another", "elsewhere").dump(),
             other.owner("t", 0): Owner("me", 7).dump(),
+            other.checkpoint("t", 1): b"{}",
             "spark/routed/old.query": b"{}",
             "spark/t/query": b"{}",
             "queues/jobs": b"{}",
@@ -336,10 +273,15 @@ def test_the_keys_of_the_restored_hub_name_the_new_hub() -> None:
         "old",
         "new",
         "here",
+        4_000_000,
     )
     assert found == {
         ours.home: Home("new", "here").dump(),
-        ours.owner("t", 0): Owner("me", 7 + EPOCH_STEP, "w").dump(),
+        ours.owner("t", 0): Owner("me", 4_000_000, "w").dump(),
+        ours.owner("t", 1): Owner("me", 5_000_000 + EPOCH_STEP).dump(),
+        ours.owner("t", 2): Owner(None, 4_000_000).dump(),
+        ours.checkpoint("t", 1): b"{}",
+        ours.checkpoint("t", 2): b"{}",
         "spark/routed/new.query": b"{}",
         "spark/t/query": b"{}",
         "queues/jobs": b"{}",
@@ -371,6 +313,8 @@ def test_the_commands_back_up_verify_and_restore_into_another_kind_of_registry(c
         assert [event.name for event in copy.audit()][-2:] == ["audit.backup", "audit.restore"]
     refused = command("restore", tmp_path / "b", "--at", tmp_path / "new", "--registry", store)
     assert (refused.code, "(RestoreRefused)" in refused.errors) == (1, True)
+    inside = command("restore", tmp_path / "b", "--at", tmp_path / "b" / "new")
+    assert (inside.code, "lie in each other" in inside.errors, (tmp_path / "b" / "new").exists()) == (1, True, False)
     nothing = command("restore", tmp_path / "hub", "--at", tmp_path / "none")
     assert (nothing.code, "(BackupIncomplete)" in nothing.errors) == (1, True)
 

@@ -9,12 +9,12 @@ The schedule, and what would be wrong in another order:
 4. Copy the staged files that the copied manifests of Spark's queries name. After the log, a driver might have appended
    and removed them, and the rows would be neither staged nor in the copied log. If a file is gone already, its batch
    was published since, so all rows of it lie before the ends that step 5 reads: the copy says that it is published.
-5. Read the published ends again, and copy the log up to them, or up to the first frame of a batch of Spark, or of a
-   piece of `pxrs topic copy`, that the copied keys do not know (`partitions.py`). After step 3, because a checkpoint is
-   never beyond the published end: no checkpoint in the copy is beyond the copied end of its partition. Before it,
-   groups would skip messages.
-6. If retention has removed messages that a group of a topic with `keep_unread` has not read according to the copied
-   keys, begin again at 2: the group has read on since, and its checkpoint is newer then.
+5. Read the published ends again, and copy the log up to them, or up to the first frame that belongs to a batch of a
+   query, or a piece of `topic copy`, that the copied keys do not know (`partitions.py`). After step 3, because a
+   checkpoint is never beyond the published end: no checkpoint in the copy is beyond the copied end of its partition.
+   Before it, groups would skip messages.
+6. If retention has removed messages since the backup began that a group has not read according to the copied keys,
+   begin again at 2: the group has read on since, and its checkpoint is newer then.
 7. Write the manifest, when everything that it names is on the medium. Remove what it does not name.
 
 A process that is killed leaves files and the manifest of the last whole backup, whose files are still there. The next
@@ -36,6 +36,7 @@ from typing import Final
 
 import xxhash
 
+from pxrs import disk
 from pxrs.backup.keys import (
     Keys,
     batches_of,
@@ -47,8 +48,9 @@ from pxrs.backup.keys import (
 )
 from pxrs.backup.manifest import BackupManifest, CopiedFile, CopiedTopic
 from pxrs.backup.partitions import PartitionCopy
-from pxrs.backup.target import Target
-from pxrs.errors import BackupError, InvalidUrl, TopicDeleted, UnknownTopic
+from pxrs.backup.target import Target, refuse_overlap
+from pxrs.errors import BackupError, TopicDeleted, UnknownTopic
+from pxrs.group.readables import is_topic_id
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.topic import DirectoryTopic
@@ -100,15 +102,16 @@ def make_backup(
     """Copy the hub in `directory` to the folder `target`.
 
     hub: the hub's id, empty if it has none. registry: its registry; None if that does not exist yet, so that the hub
-    has neither groups nor queues. shown: the registry's address without a password."""
-    _refuse_overlap(directory, target)
-    return _Making(directory, hub, registry, shown, target, version, tell).run()
-
-
-def _refuse_overlap(directory: Path, target: Path) -> None:
-    one, other = directory.resolve(), target.resolve()
-    if one == other or one in other.parents or other in one.parents:
-        raise InvalidUrl(f"{target} and the hub {directory} lie in each other: a backup needs a folder of its own")
+    has neither groups nor queues. shown: the registry's address without a password. Raises BackupError, InvalidUrl, and
+    what the log and the registry raise."""
+    refuse_overlap(directory, target)
+    try:
+        return _Making(directory, hub, registry, shown, target, version, tell).run()
+    except OSError as error:
+        raise BackupError(
+            f"{directory} could not be backed up to {target}: {disk.explain(error)}. The last whole backup there, if "
+            "there is one, is as it was: remove the cause, such as a full disk, and run the backup again"
+        ) from error
 
 
 class _Making:
@@ -126,12 +129,12 @@ class _Making:
         """The files of the last whole backup in the target, by path."""
         self._partitions: dict[TopicPartition, PartitionCopy] = {}
         self._gone: set[str] = set()
-        """The ids of topics that were deleted since the backup began."""
+        """The ids of topics that were deleted since the backup began, or whose deletion was under way."""
 
     def run(self) -> MadeBackup:
         begun_at = time.time()
         with self._target.locked():
-            previous = self._target.previous(self._hub)
+            previous = self._target.previous(self._hub, str(self._directory.absolute()))
             self._known = {} if previous is None else {file.path: file for file in previous.files}
             self._begin("copying sealed segments")
             for _ in range(PASSES_MAX):
@@ -211,6 +214,7 @@ class _Making:
         """Steps 2 to 5."""
         self._begin("reading the ends")
         before = {(topic.id, number): now for topic, found in self._look() for number, now in found.items()}
+        self._gone |= self._noted_as_deleted()  # the note may be removed, with the keys, right after they are copied
         self._begin("copying the registry")
         keys, moment = ({}, "no registry") if self._registry is None else keys_at_one_moment(self._registry)
         manifests = manifests_in(keys)
@@ -243,13 +247,14 @@ class _Making:
         return self._target.write(f"logs/{topic.id}/topic-{xxhash.xxh3_64_hexdigest(data)}.json", place, data)
 
     def _lacking(self, topics: list[CopiedTopic], keys: Keys) -> list[str]:
-        """Which groups of topics with `keep_unread` have checkpoints before the copied start of a partition."""
+        """Which groups have checkpoints before the copied start of a partition: of topics with `keep_unread`; of other
+        topics only if retention removed messages while the backup was made, and not long before."""
         bounds, found = checkpoint_bounds(keys), []
         for topic in topics:
             for partition in topic.partitions:
                 least, _ = bounds.get((topic.id, partition.number), (partition.start, 0))
-                kept = self._partitions[topic.id, partition.number].topic.keep_unread
-                if kept and least < partition.start:
+                copy = self._partitions[topic.id, partition.number]
+                if least < partition.start and (copy.topic.keep_unread or least >= (copy.start or 0)):
                     found.append(
                         f"{topic.name}/{partition.number} begins at offset {partition.start} in the backup, and a "
                         f"group has read up to {least} only: retention has removed what is between"
@@ -276,15 +281,16 @@ class _Making:
     def _staged_files(self, key: str, manifest: Manifest) -> list[CopiedFile]:
         copied = []
         for part in parts_of(key, manifest):
-            if part.topic in self._gone:
-                continue
+            if not (self._directory / "logs" / part.topic).is_dir():
+                continue  # deleted, or the topic of another hub that shares the registry
             for name in part.files:
                 path = f"staging/{part.topic}/{writer_of(key)}/{manifest.batch}/{name}"
                 source = self._directory / path
                 size = os.stat(source).st_size
                 known = self._known.get(path)
                 copied.append(
-                    self._target.keep(source, path, path, size, known) or self._target.copy(source, path, path, size)
+                    self._target.keep(source, path, path, size, known)
+                    or self._target.copy(source, path, path, size, known)
                 )
         return copied
 
@@ -328,13 +334,13 @@ class _Making:
             self._version,
             tuple(topics),
             (stored, *files),
-            tuple(sorted(self._deleted() - {topic.id for topic in topics})),
+            tuple(sorted((self._gone | self._noted_as_deleted()) - {topic.id for topic in topics})),
             damaged,
         )
 
-    def _deleted(self) -> set[str]:
+    def _noted_as_deleted(self) -> set[str]:
+        """The ids of topics whose deletion is under way (`upkeep.deleted_topics`)."""
         try:
-            noted = set(os.listdir(self._directory / DELETED))
+            return {name for name in os.listdir(self._directory / DELETED) if is_topic_id(name)}
         except FileNotFoundError:
-            noted = set()
-        return noted | self._gone
+            return set()

@@ -114,4 +114,9 @@ class BackupManifest:
             for path in (copied.path, copied.place):
                 if path.startswith("/") or ".." in path.split("/"):
                     raise BackupDamaged(file, f"it names a file outside the backup: {path}")
+            if copied.place and not copied.place.startswith(("logs/", "staging/")):
+                raise BackupDamaged(file, f"it names a file that no backup has: {copied.place}")
+        for name in (*(name for topic in manifest.topics for name in (topic.id, topic.name)), *manifest.deleted):
+            if "/" in name or name in ("", ".", ".."):
+                raise BackupDamaged(file, f"it names a topic outside the hub: {name}")
         return manifest

@@ -24,6 +24,7 @@ import xxhash
 
 from pxrs.backup.manifest import CopiedFile, CopiedPartition
 from pxrs.backup.target import Target
+from pxrs.errors import BackupError
 from pxrs.log.batch import Header, place_id
 from pxrs.log.directory.producers_file import producers_path
 from pxrs.log.directory.published import Published
@@ -105,7 +106,8 @@ class PartitionCopy:
         folder = f"logs/{self.topic.id}/partitions/partition-{self.number}"
         path = f"logs/{self.topic.id}/{self.number}/{base:020d}-{size}.log"
         place = f"{folder}/{source.name}"
-        found = target.keep(source, path, place, size, known.get(path)) or target.copy(source, path, place, size)
+        of_last = known.get(path)
+        found = target.keep(source, path, place, size, of_last) or target.copy(source, path, place, size, of_last)
         return [found, *self._copy_producers(target, str(source), base, folder)]
 
     def _copy_producers(self, target: Target, segment: str, base: int, folder: str) -> list[CopiedFile]:
@@ -140,7 +142,7 @@ class PartitionCopy:
     def _cut(
         self, base: int, begin: int, limit: int | None, next_base: int, batches: Mapping[bytes, int], floor: int
     ) -> End | None:
-        """The place of the first frame of a batch that is not part of the backup; None if the segment has none."""
+        """The place of the first frame of a batch or piece that is not part of the backup; None if there is none."""
         path = segment_path(self.folder, base)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -165,13 +167,27 @@ class PartitionCopy:
         while (earlier := before.get(base)) is not None:
             base = earlier
             files += self.files[base]
-        start = base if self.start is None else max(self.start, base)
+        start = self._start_of(base)
         has_file = start > 0 or self.topic.is_retained
         return CopiedPartition(self.number, start, self.end.offset, self.end.whole_offset, has_file), files
+
+    def _start_of(self, base: int) -> int:
+        """The first offset of the backup, if its first segment begins at `base`. Raises BackupError if there are
+        earlier segments that retention has not removed: then the copied ones do not follow each other, and the backup
+        would lack messages."""
+        now = read_start(self.folder, self.id, is_retained=self.topic.is_retained)
+        if now is None or base <= now:
+            return base if self.start is None else max(self.start, base)
+        if (first := segment_bases(self.folder)[0]) < base:
+            raise BackupError(
+                f"{self.topic.name}/{self.number}: the segments between the offsets {first} and {base} were changed "
+                "while they were copied, as a repair does: run the backup again"
+            )
+        return now  # the hub itself lacks its first segment: the restored one reports the same damage
 
 
 def _is_foreign(header: Header, batches: Mapping[bytes, int]) -> bool:
     """Whether the frame belongs to a batch of a query, or a piece of a copy, that the copied keys do not know."""
-    if header.producer[6] >> 4 != _PUBLISHER_UUID_VERSION:
-        return False
-    return header.epoch > batches.get(header.producer, -1)
+    if (last := batches.get(header.producer)) is not None:
+        return header.epoch > last
+    return header.producer[6] >> 4 == _PUBLISHER_UUID_VERSION

@@ -1,21 +1,21 @@
 """Makes a hub of a backup, in an empty directory and an empty registry.
 
 Everything is verified before anything is written: the manifest, and then every byte of every file. Then come, in this
-order: the files of the log and what was staged; the keys of the registry, its id last; `hub.record`; the links that
-give topics their names. So a process that is killed leaves a directory without topics, which can be removed and nobody
-takes for a hub. At last the new hub is opened, and its ends are compared with those of the manifest.
+order: `hub.record`, which says that a restoration is under way; the files of the log and what was staged; the keys of
+the registry, its id last; the links that give topics their names, all at once; the comparison of the ends with those of
+the manifest; and `hub.record` with the id of the new hub. So a process that is killed leaves a directory in which no
+topic can be made, no group joined and no queue used: they raise RestoreInterrupted.
 
 The registry need not be of the kind that was copied: the keys and values are the same on every store.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +23,11 @@ from pxrs import clock, disk
 from pxrs.backup.keys import load_keys
 from pxrs.backup.making import Progress, Tell
 from pxrs.backup.manifest import BackupManifest, CopiedPartition, CopiedTopic
-from pxrs.backup.rebirth import Reborn, reborn
+from pxrs.backup.rebirth import Reborn, epoch_at, reborn
 from pxrs.backup.target import checksum_of, copy_bytes, read_manifest
-from pxrs.disk import replace_file, with_checksum
+from pxrs.disk import replace_file
 from pxrs.errors import BackupDamaged, BackupError, RestoreRefused, ValueTooLarge
-from pxrs.hub_record import NAME as HUB_RECORD
-from pxrs.hub_record import HubRecord
+from pxrs.hub_record import HubRecord, write_record, write_restoring
 from pxrs.log.batch import GAP_ROWS_MAX, gap_bytes, place_id
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.segments.files import segment_path
@@ -92,10 +91,16 @@ def restore(
     hub = uuid.uuid4().hex
     place = f"{socket.gethostname()}:{directory} (hub {hub[:8]})"
     stored = source / manifest.registry_file.path
-    new = reborn(load_keys(str(stored), stored.read_bytes()), manifest.hub, hub, place)
+    epoch_min = epoch_at(clock.wall_time_us() / 1e6)
+    new = reborn(load_keys(str(stored), stored.read_bytes()), manifest.hub, hub, place, epoch_min)
     _check_values(new.keys, registry)
     try:
         return _write(source, manifest, directory, registry, HubRecord(hub, address=shown), new, tell)
+    except OSError as error:
+        raise BackupError(
+            f"{source} could not be restored to {directory}: {disk.explain(error)}. {directory} and the registry "
+            f"{shown} are not whole: remove what is there, and the cause, such as a full disk, before you try again"
+        ) from error
     except BaseException as error:
         error.add_note(f"{directory} and the registry {shown} are not whole: remove what is there before you try again")
         raise
@@ -111,6 +116,8 @@ def _write(
     tell: Tell,
 ) -> Restored:
     """record: that of the new hub, without the id of the registry, which is made here."""
+    disk.make_folders(directory)
+    write_restoring(directory, record.address)
     _copy_files(source, manifest, directory, tell)
     for topic in manifest.topics:
         for partition in topic.partitions:
@@ -120,9 +127,9 @@ def _write(
     for commit in _commits(new.keys, registry):
         registry.commit(dict.fromkeys(commit, ABSENT), commit)
     record = replace(record, registry=fingerprint(registry))
-    replace_file(str(directory / HUB_RECORD), with_checksum(json.dumps(asdict(record))), is_durable=True)
     _link(directory, manifest)
     _compare_ends(directory, manifest)
+    write_record(directory, record)
     return Restored(manifest, record.hub, len(new.keys), new.left_out)
 
 
@@ -138,7 +145,6 @@ def _check_values(keys: Mapping[str, bytes], registry: Registry) -> None:
 
 def _copy_files(source: Path, manifest: BackupManifest, directory: Path, tell: Tell) -> None:
     done, folders = 0, {directory}
-    disk.make_folders(directory)
 
     def note(count: int) -> None:
         nonlocal done
@@ -202,10 +208,13 @@ def _commits(keys: Mapping[str, bytes], registry: Registry) -> Iterator[dict[str
 
 
 def _link(directory: Path, manifest: BackupManifest) -> None:
-    disk.make_folders(directory / "topics")
+    """Give all topics their names in one step: a hub with some of its topics looks like a whole one."""
+    links = directory / "topics.restoring"
+    disk.make_folders(links)
     for topic in manifest.topics:
-        os.symlink(os.path.join(os.pardir, "logs", topic.id), directory / "topics" / topic.name)
-    disk.sync_folder(directory / "topics")
+        os.symlink(os.path.join(os.pardir, "logs", topic.id), links / topic.name)
+    disk.sync_folder(links)
+    os.rename(links, directory / "topics")
     disk.sync_folder(directory)
 
 

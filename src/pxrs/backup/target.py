@@ -1,7 +1,7 @@
 """The folder of a backup. Files get names that depend on their content's place and length, and are never changed:
 
     backup.json                                    the manifest of the last whole backup (`manifest.py`)
-    lock                                           locked (flock) while a backup is made
+    backup.lock                                    locked (flock) while a backup is made
     registry/<backup id>.jsonl                     the keys of the registry; readable by the owner alone
     logs/<topic id>/topic-<checksum>.json
     logs/<topic id>/<partition>/<first offset>-<bytes>.log
@@ -11,6 +11,9 @@
 So the files of the last whole backup stay as they are until the next one has its manifest, and a segment that both have
 is copied once. A file is written beside its place, synced and renamed: what has its name is whole, also after an
 interruption. It gets the time of the file that it is a copy of, so that a file that was replaced since is copied again.
+
+A finished backup removes what its manifest does not name. So a folder is used only if it is empty, or if `backup.lock`
+or the manifest shows that a backup was begun there: the folders of a hub have the same names.
 """
 
 from __future__ import annotations
@@ -27,12 +30,24 @@ import xxhash
 from pxrs import disk
 from pxrs.backup.manifest import NAME, BackupManifest, CopiedFile
 from pxrs.disk import read_with_checksum, replace_file, with_checksum
-from pxrs.errors import BackupDamaged, BackupError, BackupIncomplete
+from pxrs.errors import BackupDamaged, BackupError, BackupIncomplete, InvalidUrl
 
 PIECE_BYTES: Final = 4 << 20
 """How much is copied between two calls of `note`."""
 PART: Final = ".part"
 """Ends the name of a file that is being written."""
+LOCK: Final = "backup.lock"
+_OF_A_HUB: Final = frozenset({"hub.record", "hub.lock", "topics"})
+"""What only the directory of a hub has."""
+_IN_ANY_FOLDER: Final = frozenset({"lost+found"})
+"""What a folder that counts as empty may have: the root of a file system has it."""
+
+
+def refuse_overlap(directory: Path, folder: Path) -> None:
+    """Raise InvalidUrl if the directory of a hub and the folder of a backup are the same, or one is in the other."""
+    one, other = directory.resolve(), folder.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise InvalidUrl(f"{folder} and the hub {directory} lie in each other: a backup needs a folder of its own")
 
 
 def read_manifest(folder: Path) -> BackupManifest:
@@ -93,24 +108,36 @@ class Target:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock. Raises BackupError if another process makes a backup here."""
+        """Hold the folder's lock. Raises BackupError if another process makes a backup here, or if the folder has
+        files that no backup has made."""
         disk.make_folders(self.folder)
-        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._refuse_other_use()
+        descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BackupError(f"another process is making a backup in {self.folder}; wait for it") from None
             yield
-        except BlockingIOError:
-            raise BackupError(f"another process is making a backup in {self.folder}; wait for it") from None
         finally:
             os.close(descriptor)
 
-    def previous(self, hub: str) -> BackupManifest | None:
-        """The last whole backup in the folder; None if there is none. Raises BackupError if it is of another hub."""
+    def _refuse_other_use(self) -> None:
+        found = set(os.listdir(self.folder))
+        if found & _OF_A_HUB:
+            raise BackupError(f"{self.folder} is the directory of a hub: give another folder for the backup")
+        if not found & {NAME, LOCK} and found - _IN_ANY_FOLDER:
+            raise BackupError(f"{self.folder} is not empty and holds no backup: give an empty folder, or a new one")
+
+    def previous(self, hub: str, directory: str) -> BackupManifest | None:
+        """The last whole backup in the folder; None if there is none. Raises BackupError if it is of another hub.
+
+        hub: the hub's id; if it has none, which is so for hubs of version 0.1, `directory` tells hubs apart."""
         try:
             found = read_manifest(self.folder)
         except BackupIncomplete:
             return None
-        if found.hub != hub:
+        if found.hub != hub or (not hub and found.directory != directory):
             raise BackupError(
                 f"{self.folder} holds a backup of another hub, {found.directory}: give an empty folder, or remove it"
             )
@@ -131,13 +158,19 @@ class Target:
         checksum = checksum_of(target) if known is None else known.checksum
         return CopiedFile(path, place, size, checksum)
 
-    def copy(self, source: Path, path: str, place: str, size: int) -> CopiedFile:
-        """Copy the first bytes of a file. Raises FileNotFoundError, EOFError."""
+    def copy(self, source: Path, path: str, place: str, size: int, known: CopiedFile | None) -> CopiedFile:
+        """Copy the first bytes of a file. Raises FileNotFoundError, EOFError.
+
+        known: as in `keep`. If the source has other bytes than the last whole backup has under this path, as after a
+               repair, the copy gets another path: the last backup stays whole."""
         target = self._made(path)
         time_ns = source.stat().st_mtime_ns
         part = target.with_name(target.name + PART)
         checksum = copy_bytes(source, part, size, self._note)
         os.utime(part, ns=(time_ns, time_ns))
+        if known is not None and known.checksum != checksum:
+            path = f"{path}-{checksum}"
+            target = self.folder / path
         os.rename(part, target)
         self.copied_bytes += size
         return CopiedFile(path, place, size, checksum)

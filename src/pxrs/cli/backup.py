@@ -74,6 +74,7 @@ def restore(
     names its directory.
     """
     from pxrs.backup.restoring import refuse_used, verify
+    from pxrs.backup.target import refuse_overlap
 
     if at is None and not only_verify:
         raise typer.BadParameter("give --at DIRECTORY, or --verify", param_hint="--at")
@@ -85,6 +86,7 @@ def restore(
             _print_verified(manifest, source, as_json)
             return
         directory = parse(at).directory()
+        refuse_overlap(directory, Path(source))
         refuse_used(directory)
         restored = _restore(Path(source), directory, registry, tell)
     with open_hub(at, registry, needs_log=True) as hub:

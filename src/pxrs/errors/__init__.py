@@ -13,7 +13,7 @@ By subject: `general.py` (the base; arguments, closing, permissions), `registry.
 
 from __future__ import annotations
 
-from pxrs.errors.backup import BackupDamaged, BackupError, BackupIncomplete, RestoreRefused
+from pxrs.errors.backup import BackupDamaged, BackupError, BackupIncomplete, RestoreInterrupted, RestoreRefused
 from pxrs.errors.cluster import (
     ClusterError,
     EntryDiffers,
@@ -223,6 +223,7 @@ __all__ = [
     "RegistryUnavailable",
     "RemoteCause",
     "RemoteError",
+    "RestoreInterrupted",
     "RestoreRefused",
     "RetentionPostponed",
     "SchemaMissing",

@@ -33,3 +33,18 @@ class RestoreRefused(BackupError):
     """A backup is restored only into an empty directory and an empty registry. Nothing was written."""
 
     code = "backup.restore-refused"
+
+
+class RestoreInterrupted(BackupError):
+    """A backup was being restored into this directory, and the process that did it has not finished, so messages,
+    groups or items of queues may be missing. If `pxrs restore` is still running, wait for it; otherwise remove the
+    directory and the keys that are in its registry, and restore again."""
+
+    code = "backup.restore-interrupted"
+
+    def __init__(self, directory: str, registry: str) -> None:
+        self.directory, self.registry = directory, registry
+        super().__init__(
+            f"the restoration of a backup into {directory} is not finished: if `pxrs restore` is not running any more, "
+            f"remove the directory and the keys in the registry {registry}, and restore the backup again"
+        )

@@ -12,6 +12,7 @@ from pxrs import registry as registries
 from pxrs.backup.making import make_backup
 from pxrs.backup.restoring import restore, verify
 from pxrs.log.directory.check import check
+from tests.acceptance.backup_steps import Between
 from tests.integration.publishing.driver import (
     SEED,
     SOAK,
@@ -19,7 +20,6 @@ from tests.integration.publishing.driver import (
     Mutation,
     Place,
     Places,
-    Watched,
     step_count,
     take_over,
 )
@@ -44,21 +44,20 @@ def restored(place: Place, registry: Any, folder: Path) -> RestoredPlace:
     return RestoredPlace(folder / "hub", place.sent)
 
 
-@pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "stands still"])
-def test_v5_a_backup_may_be_made_at_every_step_of_a_query(goes_on: bool, places: Places, tmp_path: Path) -> None:
-    """The driver is held at a step. It goes on to its end when the registry was copied and the log was not, or when the
-    backup is made. In the restored hub another member finishes the manifests and goes on at the group's checkpoints."""
+@pytest.mark.parametrize("goes_on", ["before the registry is copied", "before the log is copied", "after the backup"])
+def test_v5_a_backup_may_be_made_at_every_step_of_a_query(goes_on: str, places: Places, tmp_path: Path) -> None:
+    """The driver is held at a step. It goes on to its end when the ends were read for the first time and the registry
+    was not copied, when the registry was copied and the log was not, or when the backup is made. In the restored hub
+    another member finishes the manifests and goes on at the group's checkpoints."""
     count = step_count(places())
     steps = range(1, count + 1)
-    for step in steps if SOAK else random.Random(SEED).sample(steps, 6):
+    for step in steps if SOAK else random.Random(SEED).sample(steps, 2 if goes_on.startswith("before the reg") else 6):
         place = places()
         held = Held(place, step)
 
-        def hook(name: str, held: Held = held) -> None:
-            if goes_on:
-                held.go_on()
-
-        copy = restored(place, Watched(place.hub.registry, hook, "registry", "snapshot"), tmp_path / str(step))
+        moments = {"before the registry is copied": "before", "before the log is copied": "after"}
+        hooks = {moments[goes_on]: held.go_on} if goes_on in moments else {}
+        copy = restored(place, Between(place.hub.registry, **hooks), tmp_path / str(step))
         held.go_on()
         assert held.error is None
         place.check(f"SEED={SEED}: the copied hub, held at {step}")
