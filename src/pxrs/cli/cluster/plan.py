@@ -45,8 +45,10 @@ class Plan:
             found = json.loads(text)
             if found["format"] != FORMAT:
                 raise InvalidArgument(f"{where} was written by another version of pxrs (format {found['format']})")
-            ports = (tuple(int(port) for port in found[name]) for name in ("brokers", "storage", "etcd"))
-            return cls(*ports, registry=found["registry"])
+            brokers, storage, etcd = (
+                tuple(int(port) for port in found[name]) for name in ("brokers", "storage", "etcd")
+            )
+            return cls(brokers, storage, etcd, found["registry"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"{where} is not the plan of a cluster: {error!r}: give another --dir") from error
 
