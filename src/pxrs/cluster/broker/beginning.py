@@ -30,12 +30,7 @@ class Begun(NamedTuple):
 def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim, base: int) -> Begun:
     """Create the partition's next ledger, which begins at this offset. The commit expects the claim, so that a broker
     that has lost it creates none. Raises PartitionMoved, NotEnoughNodes."""
-    nodes = broker.ensemble(topic)
-    if any(
-        sum(nodes[position] is not None for position in positions) < topic.quorum.ack_quorum
-        for positions in map(topic.quorum.write_set, range(topic.quorum.ensemble))
-    ):
-        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
+    nodes = chosen_nodes(broker, topic)
     owner = claim.owner
     record = LedgerRecord(topic.topic.id, partition, owner.next, owner.epoch, topic.quorum, base, (Fragment(0, nodes),))
     key = records.owner_key(topic.topic.id, partition)
@@ -49,3 +44,14 @@ def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim
     except Conflict as error:
         raise PartitionMoved(f"{topic.topic.name}/{partition}: another broker has claimed the partition") from error
     return Begun(record, versions[record.key], Claim(after, versions[key]))
+
+
+def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
+    """The nodes of a new ledger; None where there is none. Raises NotEnoughNodes if no entry could be acknowledged."""
+    nodes = broker.ensemble(topic)
+    if any(
+        sum(nodes[position] is not None for position in positions) < topic.quorum.ack_quorum
+        for positions in map(topic.quorum.write_set, range(topic.quorum.ensemble))
+    ):
+        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
+    return nodes
