@@ -187,7 +187,7 @@ class Collector:
             return place is not None and place.position == record.position
         if record.kind is Kind.FENCE:
             return index.fences.get(record.ledger, (0, -1))[1] == record.position
-        removal = index.removals.get(record.ledger)
+        removal = index.removals.get(record.ledger) if record.kind is Kind.REMOVED else None
         return removal is not None and removal.position == record.position
 
     def _unlink(self, base: int) -> bool:

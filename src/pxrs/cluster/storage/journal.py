@@ -179,7 +179,9 @@ class Journal:
 
     def _write(self, batch: Sequence[Write]) -> int:
         """Write and sync a batch, and set the positions of its records; the end behind them. Raises OSError."""
-        if all(write.record is None for write in batch) and not self.is_broken:
+        # After a failure also an answer without a record needs the new file: what the failed write left in the old one
+        # would be part of the journal again if the process ended now, and an entry that was told to be missing be back.
+        if not self.is_broken and all(write.record is None for write in batch):
             return self.end
         if self.is_broken or self.end - self.bases[-1] >= self._segment_bytes:
             self._begin_segment()

@@ -1,4 +1,4 @@
-"""Real etcd, PostgreSQL, ZooKeeper and `pxrs serve` servers for tests, each a context manager.
+"""Real etcd, PostgreSQL, ZooKeeper, `pxrs serve` and `pxrs storage` servers for tests, each a context manager.
 
 A test of coordination is worth what its server is worth, so these are the real programs, out of
 Python packages, with durable writes on. Each has ports on 127.0.0.1 and a temporary folder of its
@@ -20,6 +20,7 @@ from pxrs.testing.servers.etcd import EtcdCluster, EtcdServer
 from pxrs.testing.servers.hub import HubServer
 from pxrs.testing.servers.postgres import PostgresServer, installed_postgres
 from pxrs.testing.servers.process import Server, ServerFailed, free_ports
+from pxrs.testing.servers.storage import StorageServer
 from pxrs.testing.servers.zookeeper import ZooKeeperCluster, ZooKeeperServer
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "QuorumServer",
     "Server",
     "ServerFailed",
+    "StorageServer",
     "ZooKeeperCluster",
     "ZooKeeperServer",
     "certificates",
