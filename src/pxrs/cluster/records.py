@@ -8,6 +8,8 @@
     cluster/alive/<node id>                         AliveNode, ephemeral
     cluster/owners/<topic id>/<partition>           OwnerRecord, persistent: the guard of a partition (R4)
     cluster/ledgers/<topic id>/<partition>/<number> LedgerRecord, persistent (`ledgers`)
+    cluster/abandoned/<ledger id>                   Abandonment, persistent until the ledger's recovery has used it
+    cluster/decisions/<id>                          Decision, persistent until a broker has put it into the audit
 
 Clients cannot touch these keys (C6). A partition's owner key is expected, by its version, in every commit that creates
 a ledger of the partition, and the same commit raises `next`. So a broker that has lost its claim creates no ledger.
@@ -37,11 +39,13 @@ from pxrs.cluster.ledgers import (
 from pxrs.model import Topic
 
 __all__ = [
+    "ABANDONED",
     "ALIVE",
     "BROKERS",
     "CLOSED",
     "CLUSTER",
     "CLUSTER_ID",
+    "DECISIONS",
     "DELETED",
     "IN_USE",
     "LEDGERS",
@@ -52,8 +56,10 @@ __all__ = [
     "RECOVERING",
     "RETIRED",
     "TOPICS",
+    "Abandonment",
     "AliveNode",
     "BrokerRecord",
+    "Decision",
     "DeletedTopic",
     "EntryHead",
     "Fragment",
@@ -64,6 +70,7 @@ __all__ = [
     "OwnerRecord",
     "Quorum",
     "TopicRecord",
+    "abandoned_key",
     "alive_key",
     "broker_key",
     "deleted_key",
@@ -82,6 +89,8 @@ BROKERS: Final = "cluster/brokers/"
 NODES: Final = "cluster/nodes/"
 ALIVE: Final = "cluster/alive/"
 OWNERS: Final = "cluster/owners/"
+ABANDONED: Final = "cluster/abandoned/"
+DECISIONS: Final = "cluster/decisions/"
 IN_USE: Final = "in use"
 RETIRED: Final = "retired"
 NOBODY: Final = ""
@@ -111,6 +120,10 @@ def alive_key(node: str) -> str:
 
 def owner_key(topic_id: str, partition: int) -> str:
     return f"{OWNERS}{topic_id}/{partition}"
+
+
+def abandoned_key(ledger: LedgerName) -> str:
+    return ABANDONED + ledger.key.removeprefix(LEDGERS)
 
 
 def ledgers_prefix(topic_id: str, partition: int | None = None) -> str:
@@ -182,6 +195,8 @@ class BrokerRecord:
     load: float = 0.0
     started_at: float = 0.0
     version: str = ""
+    is_leaving: bool = False
+    """The broker is stopping: it serves until it has released its partitions, and takes no others."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()
@@ -268,6 +283,46 @@ class OwnerRecord:
     def parse(cls, key: str, value: bytes) -> OwnerRecord:
         """Raises RegistryCorrupt."""
         return parsed(key, value, lambda found: cls(**_known(cls, found)))
+
+
+@dataclass(frozen=True, slots=True)
+class Abandonment:
+    """An operator has decided that one ledger does without these nodes (C6). Entries that were acknowledged may be
+    lost. It is kept for each ledger by itself, so that it concerns no ledger that is written later, on nodes that have
+    come back after all."""
+
+    nodes: tuple[str, ...]
+    who: str
+    at: float
+    """Wall-clock seconds."""
+
+    def dump(self) -> bytes:
+        return encode(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, key: str, value: bytes) -> Abandonment:
+        """Raises RegistryCorrupt."""
+        return parsed(
+            key, value, lambda found: cls(tuple(found["nodes"]), str(found["who"]), float(found.get("at", 0.0)))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What an operator has done to the registry. A broker puts it into the audit and then deletes the key."""
+
+    action: str
+    """Names the event of the audit, without `audit.`."""
+    fields: Mapping[str, Any]
+    """The fields of the event, `who` among them."""
+
+    def dump(self) -> bytes:
+        return encode({"action": self.action, "fields": dict(self.fields)}).encode()
+
+    @classmethod
+    def parse(cls, key: str, value: bytes) -> Decision:
+        """Raises RegistryCorrupt."""
+        return parsed(key, value, lambda found: cls(str(found["action"]), dict(found["fields"])))
 
 
 def state_ledgers(records: Sequence[LedgerRecord]) -> int:

@@ -1,0 +1,408 @@
+"""The whole cluster as the registry has it: brokers, storage nodes, topics, partitions, ledgers, and what lacks copies.
+
+`read_status` needs no broker. `assemble` is pure. What is read may be old by the time it is shown, and its parts are of
+moments shortly after each other.
+
+A place (a position of a fragment of a ledger) lacks copies as soon as its node is away. Brokers wait for
+`copies_grace_s` before they make the copies anew, so a node that was only restarted is shown for a moment, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeVar
+
+from pxrs.cluster import records
+from pxrs.cluster.copies import is_used
+from pxrs.cluster.ledgers import LedgerName, LedgerRecord
+from pxrs.cluster.naming import known_cluster_id
+from pxrs.cluster.records import (
+    RETIRED,
+    Abandonment,
+    AliveNode,
+    BrokerRecord,
+    DeletedTopic,
+    NodeRecord,
+    OwnerRecord,
+    TopicRecord,
+)
+from pxrs.model import is_internal
+from pxrs.registry.contract import Registry
+
+NO_NODE: Final = "no node"
+"""The position has no node: no spare could be had."""
+AWAY: Final = "node is away"
+RETIRING: Final = "node is retired"
+"""The node is to be stopped: its copies are made anew on others."""
+UNCHECKED: Final = "not checked"
+"""The ledger was closed by a recovery, or a node failed before: nobody has looked yet whether all copies are there."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerStatus:
+    """A broker that lives."""
+
+    incarnation: str
+    name: str
+    address: str
+    version: str
+    started_at: float
+    """Wall-clock seconds; 0 if it is not known."""
+    is_leaving: bool
+    partitions: int
+    """How many partitions it owns."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A storage node, whether it lives or not."""
+
+    id: str
+    address: str
+    is_alive: bool
+    is_retired: bool
+    refuses: str | None
+    """Why it takes no new ledgers; None if it does, and for a node that is away."""
+    starts: int
+    format: int
+    used_bytes: int
+    """This and the next two are 0 for a node that is away."""
+    free_bytes: int
+    ledgers: int
+    """Of how many ledgers the node itself says that it has something."""
+    named: int
+    """In how many ledgers' records it stands. 0: the cluster needs nothing of it, and it may be stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicStatus:
+    name: str
+    id: str
+    partitions: int
+    ensemble: int
+    write_quorum: int
+    ack_quorum: int
+    placement: str
+    is_internal: bool
+    under_replicated: int
+    """How many of its ledgers lack copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A place that lacks copies."""
+
+    ledger: str
+    topic: str
+    """Its name; empty if the topic was deleted."""
+    partition: int
+    first: int
+    """The first entry of the fragment."""
+    position: int
+    node: str | None
+    """None: the position has no node."""
+    why: str
+    """NO_NODE, AWAY, RETIRING or UNCHECKED."""
+    copied_to: str | None
+    """The node that gets the copies at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStatus:
+    id: str
+    topic_id: str
+    partition: int
+    number: int
+    state: str
+    base: int
+    end: int | None
+    """The offset behind it; None while it is not closed."""
+    last: int | None
+    """Its last entry; None while it is not closed."""
+    size: int
+    """In bytes; 0 while it is not closed."""
+    fragments: tuple[tuple[int, tuple[str | None, ...]], ...]
+    """The first entry of each fragment, and the node at each position."""
+    is_complete: bool
+    abandoned: tuple[str, ...]
+    """Nodes that an operator has decided to go on without: acknowledged entries may be lost."""
+    shortages: tuple[Shortage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStatus:
+    topic: str
+    topic_id: str
+    partition: int
+    broker: str
+    """The incarnation of its owner; empty if nobody has claimed it, or if the broker that had is not there any more."""
+    owner: str
+    """The owner's name, or its address if it has no name; empty as `broker`."""
+    address: str
+    epoch: int
+    ledgers: Mapping[str, int]
+    """How many there are, by state."""
+    start: int
+    size: int
+    """Of its closed ledgers, in bytes."""
+    under_replicated: int
+    """How many of its ledgers lack copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """A topic that was deleted, and of which the registry still has something."""
+
+    topic_id: str
+    name: str
+    deleted_at: float
+    ledgers: int
+    """How many records of ledgers are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonedLedger:
+    """A ledger that an operator has decided to go on with, without some nodes; its recovery has not used that yet."""
+
+    ledger: str
+    nodes: tuple[str, ...]
+    who: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """All of it. See the fields' classes."""
+
+    id: str | None
+    """The cluster's id; None: there is no cluster in this registry."""
+    brokers: tuple[BrokerStatus, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()
+    topics: tuple[TopicStatus, ...] = ()
+    partitions: tuple[PartitionStatus, ...] = ()
+    ledgers: tuple[LedgerStatus, ...] = ()
+    deletions: tuple[Deletion, ...] = ()
+    abandoned: tuple[AbandonedLedger, ...] = ()
+
+    @property
+    def shortages(self) -> list[Shortage]:
+        return [shortage for ledger in self.ledgers for shortage in ledger.shortages]
+
+    @property
+    def under_replicated(self) -> list[LedgerStatus]:
+        """The ledgers that lack copies."""
+        return [ledger for ledger in self.ledgers if ledger.shortages]
+
+    @property
+    def without_owner(self) -> list[PartitionStatus]:
+        return [each for each in self.partitions if not each.broker]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every partition has an owner, every entry has all its copies, and nothing waits to be deleted."""
+        return not (self.without_owner or self.under_replicated or self.deletions or self.abandoned)
+
+    def to_json(self, *, ledgers: bool = True) -> dict[str, Any]:
+        """As plain values for JSON. ledgers: with the list of all ledgers, which may be long."""
+        found = asdict(self)
+        if not ledgers:
+            del found["ledgers"]
+        return {
+            **found,
+            "is_whole": self.is_whole,
+            "under_replicated": len(self.under_replicated),
+            "shortages": [asdict(shortage) for shortage in self.shortages],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the registry has under `cluster/`."""
+
+    id: str | None = None
+    brokers: Mapping[str, BrokerRecord] = field(default_factory=dict)
+    nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
+    alive: Mapping[str, AliveNode] = field(default_factory=dict)
+    topics: Mapping[str, TopicRecord] = field(default_factory=dict)
+    owners: Mapping[str, OwnerRecord] = field(default_factory=dict)
+    """By topic id, a slash, and the partition."""
+    ledgers: Collection[LedgerRecord] = ()
+    """In the order of their keys."""
+    deleted: Mapping[str, DeletedTopic] = field(default_factory=dict)
+    abandoned: Mapping[str, Abandonment] = field(default_factory=dict)
+    """By ledger, as in its key."""
+
+
+def read_status(registry: Registry) -> ClusterStatus:
+    """Raises what the registry raises, RegistryCorrupt among that."""
+
+    def scan(prefix: str, parse: Callable[[str, bytes], T]) -> dict[str, T]:
+        return {entry.key.removeprefix(prefix): parse(entry.key, entry.value) for entry in registry.scan(prefix)}
+
+    return assemble(
+        Found(
+            known_cluster_id(registry),
+            scan(records.BROKERS, BrokerRecord.parse),
+            scan(records.NODES, NodeRecord.parse),
+            scan(records.ALIVE, AliveNode.parse),
+            scan(records.TOPICS, TopicRecord.parse),
+            scan(records.OWNERS, OwnerRecord.parse),
+            scan(records.LEDGERS, LedgerRecord.parse).values(),
+            scan(records.DELETED, DeletedTopic.parse),
+            scan(records.ABANDONED, Abandonment.parse),
+        )
+    )
+
+
+def assemble(found: Found) -> ClusterStatus:
+    """The status, from what was read."""
+    names = {record.topic.id: name for name, record in found.topics.items()}
+    ledgers = [_ledger(record, names, found) for record in found.ledgers]
+    short = Counter(ledger.topic_id for ledger in ledgers if ledger.shortages)
+    left = Counter(ledger.topic_id for ledger in ledgers)
+    return ClusterStatus(
+        found.id,
+        _brokers(found),
+        _nodes(found),
+        tuple(
+            TopicStatus(
+                name,
+                record.topic.id,
+                record.topic.partitions,
+                record.quorum.ensemble,
+                record.quorum.write_quorum,
+                record.quorum.ack_quorum,
+                record.placement,
+                is_internal(name),
+                short[record.topic.id],
+            )
+            for name, record in sorted(found.topics.items())
+        ),
+        _partitions(found, ledgers),
+        tuple(ledgers),
+        tuple(
+            Deletion(topic_id, gone.name, gone.deleted_at, left[topic_id])
+            for topic_id, gone in sorted(found.deleted.items())
+        ),
+        tuple(
+            AbandonedLedger(LedgerName.of_id(ledger).id, each.nodes, each.who, each.at)
+            for ledger, each in sorted(found.abandoned.items())
+        ),
+    )
+
+
+def _brokers(found: Found) -> tuple[BrokerStatus, ...]:
+    owned = Counter(owner.broker for owner in found.owners.values())
+    return tuple(
+        BrokerStatus(
+            incarnation,
+            broker.name,
+            broker.address,
+            broker.version,
+            broker.started_at,
+            broker.is_leaving,
+            owned[incarnation],
+        )
+        for incarnation, broker in sorted(found.brokers.items(), key=lambda item: (item[1].name, item[0]))
+    )
+
+
+def _nodes(found: Found) -> tuple[NodeStatus, ...]:
+    named = Counter(node for record in found.ledgers for node in record.named)
+    nodes = []
+    for node, record in sorted(found.nodes.items()):
+        alive = found.alive.get(node)
+        shown = alive or AliveNode(record.address, record.starts)
+        nodes.append(
+            NodeStatus(
+                node,
+                shown.address,
+                alive is not None,
+                record.state == RETIRED,
+                shown.refuses,
+                record.starts,
+                record.format,
+                shown.used_bytes,
+                shown.free_bytes,
+                shown.ledgers,
+                named[node],
+            )
+        )
+    return tuple(nodes)
+
+
+def _partitions(found: Found, ledgers: list[LedgerStatus]) -> tuple[PartitionStatus, ...]:
+    chains: defaultdict[tuple[str, int], list[LedgerStatus]] = defaultdict(list)
+    for ledger in ledgers:
+        chains[ledger.topic_id, ledger.partition].append(ledger)
+    partitions = []
+    for name, record in sorted(found.topics.items()):
+        for number in range(record.topic.partitions):
+            owner = found.owners.get(f"{record.topic.id}/{number}", OwnerRecord())
+            broker = found.brokers.get(owner.broker)
+            chain = chains[record.topic.id, number]
+            partitions.append(
+                PartitionStatus(
+                    name,
+                    record.topic.id,
+                    number,
+                    "" if broker is None else owner.broker,
+                    "" if broker is None else broker.name or broker.address,
+                    "" if broker is None else broker.address,
+                    owner.epoch,
+                    dict(Counter(ledger.state for ledger in chain)),
+                    chain[0].base if chain else 0,
+                    sum(ledger.size for ledger in chain),
+                    sum(bool(ledger.shortages) for ledger in chain),
+                )
+            )
+    return tuple(partitions)
+
+
+def _ledger(record: LedgerRecord, names: Mapping[str, str], found: Found) -> LedgerStatus:
+    return LedgerStatus(
+        record.id,
+        record.topic_id,
+        record.partition,
+        record.number,
+        record.state,
+        record.base,
+        record.end,
+        record.last,
+        record.size,
+        tuple((fragment.first, fragment.nodes) for fragment in record.fragments),
+        record.is_complete,
+        record.abandoned,
+        tuple(_shortages(record, names.get(record.topic_id, ""), found)),
+    )
+
+
+def _shortages(record: LedgerRecord, topic: str, found: Found) -> list[Shortage]:
+    joining = {(each.first, each.position): each.node for each in record.joining}
+    shortages = []
+    for fragment in record.fragments:
+        for position, node in enumerate(fragment.nodes):
+            why = _why(record, node, found)
+            if why is None or (record.is_closed and not is_used(record, fragment, position)):
+                continue
+            copied_to = joining.get((fragment.first, position))
+            shortages.append(
+                Shortage(record.id, topic, record.partition, fragment.first, position, node, why, copied_to)
+            )
+    return shortages
+
+
+def _why(record: LedgerRecord, node: str | None, found: Found) -> str | None:
+    """Why the place of this node lacks copies; None if it does not."""
+    if node is None:
+        return NO_NODE
+    if node not in found.alive:
+        return AWAY
+    known = found.nodes.get(node)
+    if known is not None and known.state == RETIRED:
+        return RETIRING
+    return UNCHECKED if record.is_closed and not record.is_complete else None
