@@ -15,7 +15,6 @@ from pxrs.cluster.broker.context import BrokerSettings
 from pxrs.cluster.broker.running import RunningBroker
 from pxrs.cluster.storage.running import StorageServer, StorageSettings, storing
 from pxrs.registry.contract import Registry
-from pxrs.remote.client.routes import PEER_S
 from pxrs.remote.client.settings import Settings
 from pxrs.server.serving import ServerSettings, serving
 
@@ -32,7 +31,7 @@ class SmallCluster:
         token: str | None,
     ) -> None:
         self._registry, self._server, self._settings, self._lease_ttl = registry, server, settings, lease_ttl
-        self._peers = Settings("pxrs://", (), PEER_S, PEER_S, given_token=token)
+        self._peers = Settings("pxrs://", (), 2.0, 2.0, given_token=token)
         self.nodes: list[StorageServer] = []
         self.brokers: list[RunningBroker] = []
         self.addresses: list[str] = []

@@ -74,7 +74,9 @@ class RoutedTopic(TopicLog):
     # Reading.
 
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
-        return self._gather(self._checked(partitions), lambda log, chosen: log.bounds(chosen))
+        asked = self._checked(partitions)
+        found = self._gather(asked, lambda log, chosen: log.bounds(chosen))
+        return {partition: found[partition] for partition in asked}  # in this order, as other logs return them
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         return self._at(partition, lambda log: log.read(partition, offset, max_bytes))
