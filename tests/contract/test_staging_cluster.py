@@ -173,10 +173,11 @@ def test_an_entry_that_is_no_piece_is_refused(
 
 
 def test_g7_nothing_is_staged_for_another_topic_of_the_same_name(
-    registry: Registry, places: tuple[ServedStaging, ServedStaging]
+    cluster: SmallCluster, registry: Registry, places: tuple[ServedStaging, ServedStaging]
 ) -> None:
-    with pytest.raises(TopicDeleted):
-        places[0].stage(Topic(TOPIC.name, "f" * 32, 3), "q", 0, 0, [rows(b"v")])
+    for place in (places[0], cluster.brokers[0].hub.log.staging):  # type: ignore[attr-defined]
+        with pytest.raises(TopicDeleted):
+            place.stage(Topic(TOPIC.name, "f" * 32, 3), "q", 0, 0, [rows(b"v")])
     assert ledgers(registry) == []
 
 
