@@ -72,6 +72,7 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.spark
 	$(BIN)/python -m benchmarks.serve
 	$(BIN)/python -m benchmarks.metrics
+	$(BIN)/python -m benchmarks.events
 	$(BIN)/python -m benchmarks.web
 
 screenshots: $(READY) ## Pictures of every page of `pxrs web`, into docs/images; needs Chromium

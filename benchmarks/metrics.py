@@ -54,15 +54,15 @@ def on_and_off(work: Work, count: int, rounds: int) -> Compared:
         with without_counting():
             work()
 
-    _seconds(work)
-    _seconds(uncounted)
-    pairs = [(_seconds(work), _seconds(uncounted)) for _ in range(rounds)]
+    seconds(work)
+    seconds(uncounted)
+    pairs = [(seconds(work), seconds(uncounted)) for _ in range(rounds)]
     ratios = [statistics.median(off[at] / on[at] for on, off in pairs) for at in range(2)]
     on_s, off_s = (statistics.median(each[at][0] for each in pairs) for at in range(2))
     return Compared(ratios[0], ratios[1], count / on_s, count / off_s)
 
 
-def _seconds(work: Work) -> tuple[float, float]:
+def seconds(work: Work) -> tuple[float, float]:
     """By the clock, and of processor time."""
     began, cpu_began = time.perf_counter(), time.process_time()
     work()
@@ -118,7 +118,7 @@ def main() -> None:
             speeds = f"{found.on_per_s:11,.0f} {found.off_per_s:11,.0f}"
             print(f"{what:55} {found.ratio:6.3f}x {found.cpu_ratio:6.3f}x {speeds}   wanted {WANTED}x", flush=True)
     exposition = Exposition()
-    took_s = statistics.median(_seconds(lambda: exposition.render(""))[1] for _ in range(given.rounds))
+    took_s = statistics.median(seconds(lambda: exposition.render(""))[1] for _ in range(given.rounds))
     print(f"one export of {sum(map(len, snapshot().values()))} series: {took_s * 1000:.1f} ms of processor time")
 
 

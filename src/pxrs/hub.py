@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Unpack, overload
 
-from pxrs import arguments
-from pxrs.errors import InvalidGroup
 from pxrs.log.contract import DamagedTopic, Source, TopicLog
 from pxrs.model import (
     AUDIT_TOPIC,
@@ -334,16 +332,7 @@ class Hub(OpenHub):
     def group(self, name: str, *sources: Source) -> GroupHandle:
         """A group to look at or to administer. It finds the hub's topics and the registered sources; sources that are
         neither are given."""
-        from pxrs.group.admin import GroupHandle
-
-        self.parts.check_usable()
-        for source in sources:
-            if not isinstance(source, Source | TopicHandle):
-                raise InvalidGroup(
-                    f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
-                )
-        catalog, home = self._sources.catalog(), self.parts.check_registry_of_topics
-        return self._keep(GroupHandle(self.registry, name, self.log, sources, home, catalog, self.parts.events))
+        return self._keep(self._clients.group(name, sources))
 
     def groups(self) -> list[str]:
         """The names of all groups."""
@@ -425,11 +414,13 @@ class Hub(OpenHub):
 
     def record_audit(self, action: str, **fields: Json) -> None:
         """Keep what an administrator has done, as the event `audit.<action>` with these fields; `pxrs.events.names` has
-        the actions. It is stored soon; a failure of that is logged, and never raised.
+        the actions of pxrs. It is stored soon; a failure of that is logged, and never raised.
+
+        action: its name: lower-case letters and underscores. Raises InvalidArgument if it has others.
 
         who: by default the user of this process and the host. Behind a server, the server writes the caller's
              token."""
-        self.parts.events.audit(action, **fields)
+        self.parts.record_audit(action, fields)
 
     # Upkeep.
 

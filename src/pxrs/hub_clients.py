@@ -1,4 +1,4 @@
-"""The producers and consumers that an open hub makes, and closes with itself.
+"""The producers and consumers that an open hub makes, and closes with itself; and its groups seen from outside.
 
 A hub knows them by weak references: one that nobody uses any more is collected and closes itself. Each of them refers
 to the `Hub`, because a hub that nothing refers to closes its log and registry.
@@ -19,12 +19,14 @@ from pxrs.hub_topics import HubTopics
 from pxrs.log.contract import Source, TopicLog
 from pxrs.log.joined import JoinedSource
 from pxrs.model import refuse_internal
+from pxrs.topics import TopicHandle
 from pxrs.upkeep.janitor import Janitor
 
 if TYPE_CHECKING:
     # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
     from pxrs.consumer.consumer import Consumer, TopicsConsumer
     from pxrs.consumer.dead_letters import DeadLetterTopic
+    from pxrs.group.admin import GroupHandle
     from pxrs.options import EitherConsumerOptions, ProducerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.sending import SendingThread
@@ -34,7 +36,7 @@ Readable = str | Source
 
 
 class HubClients:
-    """Makes producers and consumers, and knows those that are in use. Threads share it."""
+    """Makes producers, consumers and handles of groups; knows the producers and consumers in use. Threads share it."""
 
     def __init__(self, parts: HubParts, topics: HubTopics, sources: HubSources, janitor: Janitor) -> None:
         self._parts, self._topics, self._sources, self._janitor = parts, topics, sources, janitor
@@ -123,6 +125,20 @@ class HubClients:
         check_other_topic(source.parts, target.id)
         target.check_writable()
         return DeadLetterTopic(lambda: self.producer(topic, hub, linger_s=0))
+
+    def group(self, name: str, sources: Sequence[Source]) -> GroupHandle:
+        """A group from outside. sources: what it reads beside topics and registered sources. Raises InvalidGroup."""
+        from pxrs.group.admin import GroupHandle
+
+        parts = self._parts
+        parts.check_usable()
+        for source in sources:
+            if not isinstance(source, Source | TopicHandle):
+                raise InvalidGroup(
+                    f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
+                )
+        home, catalog = parts.check_registry_of_topics, self._sources.catalog()
+        return GroupHandle(parts.registry.get(), name, parts.log, sources, home, catalog, parts.events)
 
     def end(self) -> list[Callable[[], None]]:
         """Mark the hub as closed, so that no producer or consumer is added any more. The functions that close those

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from pxrs import arguments
@@ -22,6 +22,7 @@ from pxrs.log.contract import Log
 
 if TYPE_CHECKING:
     from pxrs.events import Event
+    from pxrs.events.model import Json
     from pxrs.events.reading import Since, Wanted
     from pxrs.group.records import Home
     from pxrs.queue.store import QueueStore
@@ -111,7 +112,17 @@ class HubParts:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         former, now = self.belonging.adopt(topic.id for topic in self.log.topics())
         self.events.audit("adopt_registry", registry=now, former=former)
+        self.events.record("hub.adopted_registry", registry=now, former=former)
         return former, now
+
+    def record_audit(self, action: str, fields: Mapping[str, Json]) -> None:
+        """See `Hub.record_audit`."""
+        from pxrs.events.model import ACTION
+
+        if not isinstance(action, str) or ACTION.fullmatch(action) is None:
+            wanted = "give up to 50 lower-case letters and underscores, such as rolled_out"
+            raise InvalidArgument(f"action is {arguments.shown(action)}: {wanted}")
+        self.events.audit(action, **fields)
 
     def read_events(self, topic: str, wanted: Wanted, since: Since, *, follow: bool) -> Iterator[Event]:
         """The events of an internal topic that are wanted and not older than `since`, oldest first."""

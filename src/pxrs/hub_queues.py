@@ -43,10 +43,7 @@ class HubQueues:
             raise InvalidQueue(f"{name}: {unknown[0]} cannot be changed: make another queue, and move its items there")
         if not changes:
             raise InvalidQueue(f"{name}: no setting is given to change")
-        altered = store.catalog.alter(name, dict(changes))
-        shown = {each: str(value) for each, value in changes.items()}
-        self._parts.events.audit("alter_queue", queue=name, changes=shown)
-        return QueueHandle(store, altered)
+        return QueueHandle(store, store.catalog.alter(name, dict(changes)))
 
     def find(self, name: str) -> QueueHandle:
         """Raises UnknownQueue."""
@@ -65,7 +62,6 @@ class HubQueues:
     def delete(self, name: str) -> None:
         """Raises UnknownQueue."""
         self._parts.queue_store().catalog.delete(name)
-        self._parts.events.audit("delete_queue", queue=name)
 
     def transaction(self) -> Transaction:
         from pxrs.queue.transaction import Transaction

@@ -24,6 +24,7 @@ from pxrs.errors import (
     TopicExists,
     UnknownTopic,
 )
+from pxrs.events.recording import attempted
 from pxrs.hub_parts import HubParts
 from pxrs.log.contract import Source
 
@@ -71,15 +72,17 @@ class HubSources:
         arguments.flag(InvalidTopic, "exist_ok", exist_ok)
         _check_url(url)
         wanted = RegisteredSource(name=name, address="", **_as_fields(settings))
-        added = self._add(wanted, url, identity, exist_ok)
-        self._parts.events.audit("add_source", source=added.name, source_id=added.id)
-        return added
+        return self._add(wanted, url, identity, exist_ok)
 
     def _add(self, wanted: RegisteredSource, url: str, identity: str | None, exist_ok: bool) -> RegisteredSource:
         log = self._parts.log
         if wanted.name in {*(each.name for each in log.topics()), *(each.name for each in log.damaged_topics())}:
             raise SourceExists(f"{wanted.name} is a topic: choose another name for the source")
-        return self.catalog().add(wanted, url, identity, exist_ok=exist_ok)
+        with attempted(self._parts.events, "add_source", source=wanted.name):
+            added, is_new = self.catalog().add(wanted, url, identity, exist_ok=exist_ok)
+        if is_new:
+            self._parts.events.audit("add_source", source=added.name, source_id=added.id)
+        return added
 
     def records(self) -> list[RegisteredSource]:
         """All, in the order of their names."""
@@ -101,7 +104,6 @@ class HubSources:
         self._parts.check_registry()
         arguments.text(InvalidTopic, "source", name, "its name")
         self._remove(name)
-        self._parts.events.audit("remove_source", source=name)
 
     def _remove(self, name: str) -> None:
         from pxrs.group.listing import members_of
@@ -113,7 +115,9 @@ class HubSources:
                 group, member = readers[0]
                 raise GroupActive(f"source {name} is read by {member} of group {group}: stop its members first")
             try:
-                catalog.remove(record)
+                with attempted(self._parts.events, "remove_source", source=name):
+                    catalog.remove(record)
+                self._parts.events.audit("remove_source", source=name, source_id=record.id)
                 return
             except Conflict:  # another process has registered it anew, and members may read that: look again
                 if attempt == REMOVE_ATTEMPTS_MAX - 1:

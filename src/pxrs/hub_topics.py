@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pxrs import arguments
 from pxrs.errors import InvalidTopic, TopicDiffers, TopicExists, UnknownTopic
+from pxrs.events.recording import attempted
 from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.contract import TopicLog
@@ -184,7 +185,14 @@ class HubTopics:
         written.check_writable()
         to._parts.join_registry()
         registry = to._parts.registry.get()
-        done = copy(read, written, registry, start, end, may_add=append, on_progress=on_progress)
+        with attempted(to._parts.events, "copy_topic", topic=source, target=target) as attempt:
+
+            def tell(copied: Copied) -> None:
+                attempt.has_effect = copied.messages > 0
+                if on_progress is not None:
+                    on_progress(copied)
+
+            done = copy(read, written, registry, start, end, may_add=append, on_progress=tell)
         to._audit("copy_topic", None, topic=source, topic_id=read.id, target=target, messages=done.messages)
         return done
 
@@ -203,11 +211,12 @@ class HubTopics:
             if each == name:
                 deleted_topics.note(self._parts, identity)
         identity = log.delete_topic(name)
+        # Before the rest, which may fail: the topic is deleted.
+        self._audit("delete_topic", by, topic=name, topic_id=identity)
         if identity in keeping:
             deleted_topics.forget(self._parts, identity)
         deleted_topics.forget_published(self._parts, identity)
         deleted_topics.forget_copies(self._parts, identity)
-        self._audit("delete_topic", by, topic=name, topic_id=identity)
         return identity
 
 

@@ -78,7 +78,10 @@ class TopicHandle:
 
         The hub's janitor does it by itself: see `pxrs.upkeep`. Of a topic with `keep_unread`: raises WrongRegistry if
         this process has another registry than the hub, RetentionPostponed if it is not known which one the hub has."""
-        return retention.retain(self._parts, self.log)
+        moved = retention.retain(self._parts, self.log)
+        if moved:
+            self._parts.events.audit("retain", topic=self.name, starts=moved)
+        return moved
 
     def retention_problem(self) -> str | None:
         """Why `retain` removes nothing in this process; None if nothing prevents it."""

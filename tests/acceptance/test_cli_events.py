@@ -116,6 +116,8 @@ def test_a_server_stores_the_events_of_its_clients_with_their_tokens(
             return pxrs.open(url)
 
         with client("member") as remote:
+            # Of a group that it may not be a member of: refused, and no reason to refuse the others.
+            remote.parts.events.record("member.left", group="other", member="bert")
             with remote.consumer("orders", "billing", name="bert", until="end") as inbox:
                 assert list(inbox) == []
             with pytest.raises(NotPermitted):
@@ -124,6 +126,7 @@ def test_a_server_stores_the_events_of_its_clients_with_their_tokens(
             remote.create_topic("more", partitions=1)
             remote.group("billing").reset("earliest")
         with client("viewer") as remote:
+            assert list(remote.events(group="other")) == []
             mine = [each for each in remote.events(group="billing") if each.fields.get("via") is not None]
             actions = list(remote.audit())
             assert [topic.name for topic in remote.topics()] == ["more", "orders"]

@@ -98,15 +98,15 @@ class Chaos(ExitStack):
         gone = {*self.stopped, *self.leaving}
         return [worker for worker in self.workers if worker.is_running and worker not in gone]
 
-    def go_on(self, hub: Hub, load: Callable[[], None]) -> None:
-        """Workers, and all the events, while there is load between them."""
-        first = [self.start() for _ in range(3)]
+    def go_on(self, hub: Hub, load: Callable[[], None], events: int = EVENTS, first: int = 3) -> None:
+        """So many first workers, and all the events, while there is load between them."""
+        begun = [self.start() for _ in range(first)]
         # So that the events do not go to processes that are starting: it takes some as long as several events.
         self.eventually(
-            lambda: {each.name for each in first if each.is_running} <= members(hub.registry, "g"),
+            lambda: not begun or {each.name for each in begun if each.is_running} <= members(hub.registry, "g"),
             lambda: "the first members do not join",
         )
-        for _ in range(EVENTS):
+        for _ in range(events):
             until = time.monotonic() + self.random.uniform(0.05, 0.6)
             while time.monotonic() < until:
                 load()
@@ -184,9 +184,13 @@ class Chaos(ExitStack):
         assert not failed, self.tell(f"{failed}")
         assert set(codes.values()) <= {0, -signal.SIGTERM}, self.tell(f"{codes.values()}")
 
+    @property
+    def journals(self) -> list[Path]:
+        return [worker.journal for worker in self.workers]
+
     def check(self, count: int, messages: Mapping[int, int | Sequence[int]], starts: Mapping[int, int] = {}) -> Account:
         """Nothing lost, nothing out of order, nothing twice but what no checkpoint told of."""
-        found = account(read_journals(worker.journal for worker in self.workers), messages, starts)
+        found = account(read_journals(self.journals), messages, starts)
         assert found == Account(count, 0, 0, found.redone, 0, found.late, found.ownerships), self.tell(f"{found}")
         # A handler that is running when its process is stopped goes on when it is woken: one for each stop (G8).
         assert found.late <= self.stops, self.tell(f"{found}")
@@ -233,8 +237,7 @@ def test_x3_x6_x11_random_kills_stops_joins_and_leaves_leave_an_exact_account(re
         chaos.end()
         chaos.check(sent, ends)
         hub.run_upkeep()  # records the last owners, if a member was killed before it had done so
-        journals = [worker.journal for worker in chaos.workers]
-        assert differences_of_timeline(hub, "g", ids, journals) == [], chaos.tell("the timeline")
+        assert differences_of_timeline(hub, "g", chaos.journals) == [], chaos.tell("the timeline")
 
 
 # Somebody's table.

@@ -201,3 +201,5 @@ def test_the_command_shows_the_plan_first_and_does_it_only_if_told_to(pxrs: Call
     assert (planned["lost_offsets"], planned["done"], summary["findings"]) == (1, None, 0)
     assert "was written" in performed["done"]
     assert pxrs("check", tmp_path).code == 0
+    (repaired,) = pxrs("audit", "--at", tmp_path, "--json").rows()
+    assert (repaired["name"], repaired["fields"]["what"]) == ("audit.repair", performed["done"])

@@ -232,8 +232,60 @@ def test_the_queries_page_shows_the_last_batch(setting: Setting) -> None:
 def test_pages_fit_a_phone(setting: Setting) -> None:
     setting.browser.resize(390, 844, is_phone=True)
     try:
-        for path, title in (("#/", "Overview"), ("#/topics/orders", "orders"), ("#/groups/billing", "billing")):
+        pages = {
+            "#/": "Overview",
+            "#/topics/orders": "orders",
+            "#/groups/billing": "billing",
+            "#/queues/mails": "mails",
+        }
+        for path, title in {**pages, "#/queries": "Streaming queries"}.items():
             setting.show(path, title)
             assert setting.browser.evaluate("document.documentElement.scrollWidth") <= 390
+        cells = "[...document.querySelectorAll('[aria-label=Queries] td')]"
+        setting.browser.wait(f"{cells}.length")
+        assert setting.browser.evaluate(f"{cells}.every((cell) => cell.getBoundingClientRect().right <= 390)")
     finally:
         setting.browser.resize(1280, 900)
+
+
+def evaluate(setting: Setting, script: str) -> Any:
+    """script: uses the functions of dom.js as `dom`."""
+    return setting.browser.evaluate(f"import('/assets/dom.js').then((dom) => ({script}))")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"id":12345678901234567890,"a":[1.0,{},[],"x\\"{,"],"a":-0.10e5,"b":null}', "[]", '"text"', "7", "[[1],2]"],
+)
+def test_json_is_shown_with_its_own_numbers_and_keys(setting: Setting, text: str) -> None:
+    shown = evaluate(setting, f"dom.written(new TextEncoder().encode({json.dumps(text)}), 'json', true)")
+    assert shown.replace("\n", "").replace(" ", "") == text, "nothing but white space is added"
+    assert (shown.count("\n") > 0) is (text not in ("[]", '"text"', "7"))
+
+
+def test_json_that_is_nested_very_deeply_is_shown_as_it_is(setting: Setting) -> None:
+    script = "(() => { const text = '['.repeat(15000) + ']'.repeat(15000); return dom.indented(text) === text; })()"
+    assert evaluate(setting, script)
+
+
+def test_a_time_without_a_zone_is_utc_wherever_the_visitor_is(setting: Setting) -> None:
+    setting.browser.call("Emulation.setTimezoneOverride", timezoneId="America/New_York")
+    try:
+        noon = 1769860800000
+        for text in ("2026-01-31T12:00", "2026-01-31 12:00:00", "2026-01-31 12:00:00Z", "2026-01-31T13:00:00+01:00"):
+            assert evaluate(setting, f"dom.instant({text!r})") == noon, text
+        assert evaluate(setting, f"dom.moment({noon} / 1000)") == "2026-01-31 12:00:00Z"
+    finally:
+        setting.browser.call("Emulation.setTimezoneOverride", timezoneId="")
+
+
+def test_a_name_that_is_no_unicode_text_and_an_address_that_is_no_page_break_nothing(setting: Setting) -> None:
+    assert evaluate(setting, r"dom.link('topics', 'a\ud800').getAttribute('href')") == "#/topics/a%EF%BF%BD"
+    for path in ("#/constructor", "#/__proto__/x", "#/nothing"):
+        setting.show("#/queries", "Streaming queries")
+        setting.show(path, "Overview")
+
+
+def test_spans_of_time_are_rounded_down(setting: Setting) -> None:
+    spans = {0.04: "0.0 s", 59: "59 s", 119.7: "1 min 59 s", 3_700: "1 h 1 min", 151_200: "1 d 18 h", 604_800: "7 d"}
+    assert [evaluate(setting, f"dom.span({seconds})") for seconds in spans] == list(spans.values())

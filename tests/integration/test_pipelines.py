@@ -26,6 +26,8 @@ import pytest
 import pxrs
 from pxrs.errors import UnknownGroup
 from pxrs.testing.waiting import eventually
+from pxrs.web import views
+from pxrs.web.observer import Observer
 
 PATIENCE_S = 240.0
 GROUPS = ("totals", "totals.dead-letters", "archive")
@@ -210,6 +212,22 @@ def check_monitored(running: Running) -> None:
     eventually(lambda: rows in asked("/metrics"), what=lambda: asked("/metrics"))
 
 
+def check_page(page: Observer, *, dead: int, members: int) -> dict[str, dict[str, Any]]:
+    """The page of queries shows those that write to topics: by name, what it has of each."""
+    page.forget()
+    found = page.see(lambda: views.queries(page))["queries"]
+    by_group = {row["groups"][0]: row for row in found}
+    assert set(by_group) == {"totals", "totals.dead-letters"}, found
+    for group, topic, messages in (("totals", "totals", None), ("totals.dead-letters", "orders-bad", dead)):
+        row = by_group[group]
+        assert (row["state"], row["lag"], row["members"]) == ("published", 0, members), row
+        assert [each["topic"] for each in (*row["reads"], *row["writes"])] == ["orders", topic]
+        assert row["is_of_dead_letters"] is (messages is not None)
+        assert messages is None or row["writes"][0]["messages"] == messages
+        assert abs(row["committed_at"] - time.time()) < PATIENCE_S
+    return by_group
+
+
 def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -> None:
     shop.send(order("ann", "10.50", "10:05"), order("bob", "1", "10:15"), order("ann", "2.25", "10:55"))
     shop.send(b"\xff\xfe", order("bob", '"many"', "10:15"), order("eve", "-1", "10:20"), key=b"bad")
@@ -227,6 +245,9 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
         (b"\xff\xfe", "it is not UTF-8", "7"),
     ]
     assert re.fullmatch(r"orders/[01] offset \d+", shop.dead()[0][1]["pxrs-origin"])
+    page = Observer(shop.hub)
+    before = check_page(page, dead=3, members=0)
+    assert [row["batches"][-1]["rows"] for row in before.values()] == [6, 6]
 
     # As if Spark had died between the publishing of these batches and its own note of it: they come again.
     for name in ("totals", "totals.dead-letters"):
@@ -239,6 +260,10 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
         what=running.told,
     )
     check_monitored(running)
+    for group, row in check_page(page, dead=4, members=1).items():
+        assert row["batch"] > before[group]["batch"]
+        assert row["batches"][-1]["rows"] == 3
+    page.close()
     running.process.send_signal(signal.SIGTERM)
     events = running.end()
     assert "stopping" in {event["event"] for event in events}

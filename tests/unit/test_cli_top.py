@@ -23,8 +23,9 @@ import pytest
 from rich.console import Console, Group
 
 import pxrs
+from pxrs.attention import Attention
 from pxrs.cli import glancing, looking, top
-from pxrs.cli.looking import Attention, GroupLook, Look, Looker, QueueLook, Rates, TopicLook
+from pxrs.cli.looking import GroupLook, Look, Looker, QueueLook, Rates, TopicLook
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused
 from pxrs.hub import Hub
 from pxrs.registry.contract import Registry

@@ -10,8 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from pxrs.attention import Attention, of_group, of_queue
 from pxrs.cli.glancing import Reached, bounds_of, group_entries
 from pxrs.errors import HubMoved, InvalidUrl, LogError, MissingDependency, PxrsError, RegistryCorrupt, UnknownTopic
 from pxrs.group.lag import Seen, TopicLag, beyond
@@ -19,7 +20,6 @@ from pxrs.group.readables import advice, is_topic_id
 from pxrs.group.records import Keys
 from pxrs.group.snapshot import GroupState
 from pxrs.model import Topic
-from pxrs.wording import counted
 
 if TYPE_CHECKING:
     from pxrs.hub import Hub
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 QUEUE_PAGE: Final = 500
 """How many items of each state of a queue are counted; a queue with more has "at least" as many."""
-STALE_S: Final = 300.0
-"""A partition with a lag whose checkpoint is older than this needs attention."""
 FAILURE_KEPT_S: Final = 30.0
 """For how long a registered source that could not be opened is not tried again."""
 
@@ -77,17 +75,6 @@ class QueueLook:
     def is_exact(self) -> bool:
         """Whether no state has more items than were counted."""
         return max(self.ready, self.delayed, self.in_flight, self.dead) < QUEUE_PAGE
-
-
-class Attention(NamedTuple):
-    """Something that a person should look at."""
-
-    is_urgent: bool
-    """Whether messages or items are not handled because of it."""
-    kind: str
-    """`topic`, `group` or `queue`."""
-    name: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,19 +257,15 @@ def attention(topics: list[TopicLook], groups: list[GroupLook], queues: list[Que
         if topic.problem is not None:
             yield Attention(topic.messages is None, "topic", topic.topic, topic.problem)
     for group in groups:
-        share = f"of {counted(group.partitions, 'partition')}"
-        if group.paused:
-            yield Attention(True, "group", group.group, f"{group.paused:,} {share} paused by a message that failed")
-        if group.lag and not group.members:
-            yield Attention(True, "group", group.group, f"lag {group.lag:,}, and no members")
-        elif group.members and group.unowned:
-            yield Attention(False, "group", group.group, f"{group.unowned:,} {share} without an owner")
-        if group.lag and group.members and group.stale_s is not None and group.stale_s > STALE_S:
-            text = f"a partition with a lag has had no checkpoint for {counted(round(group.stale_s), 'second')}"
-            yield Attention(False, "group", group.group, text)
-        if group.problem is not None:
-            yield Attention(False, "group", group.group, group.problem)
+        yield from of_group(
+            group.group,
+            members=group.members,
+            partitions=group.partitions,
+            lag=group.lag,
+            paused=group.paused,
+            unowned=group.unowned,
+            stale_s=group.stale_s,
+            problem=group.problem,
+        )
     for queue in queues:
-        if queue.dead:
-            at_least = "at least " if queue.dead >= QUEUE_PAGE else ""
-            yield Attention(True, "queue", queue.queue, at_least + counted(queue.dead, "dead letter"))
+        yield from of_queue(queue.queue, queue.dead, is_exact=queue.dead < QUEUE_PAGE)

@@ -3,7 +3,8 @@
 model.py       `Event`, and its form in a topic
 names.py       the table of all events: name, level, text and fields (docs/events.md lists the same)
 recording.py   `Recorder`, which groups, queues and upkeep are given; every event is logged here, once
-writer.py      `EventWriter`, the recorder of an open hub: a bounded buffer and one thread
+writer.py      `EventWriter`, the recorder of an open hub
+buffer.py      `EventBuffer`, bounded: what waits to be stored in one topic, and the thread that stores it
 storing.py     where the writer puts events: the topics of a log, or the server that keeps the log
 reading.py     reads and follows events
 timeline.py    pure: the history of the owners of partitions, rebuilt from events

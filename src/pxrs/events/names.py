@@ -18,6 +18,9 @@ OWNER: Final = (*PLACE, "epoch", "member", "incarnation")
 FOUND: Final = ("past",)
 """What the change found: the owners before it, the last one last, each as `[epoch, incarnation, member]`."""
 
+ADOPTED_REGISTRY: Final = "hub.adopted_registry"
+"""Owners by epoch that earlier events tell of are those of another registry."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -153,6 +156,11 @@ _EVENTS: Final = (
         ("topic", "topic_id", "partition", "ledger", "entries", "nodes", "seconds", "left"),
     ),
     Kind(
+        ADOPTED_REGISTRY,
+        "the hub belongs to the registry {registry} now: the epochs of its groups are those of that registry",
+        ("registry", "former"),
+    ),
+    Kind(
         "upkeep.round",
         "upkeep: a round took {took_s} s; removed messages of {topics} topics, {failures} duties failed",
         ("by", "took_s", "removed", "errors", "topics", "failures"),
@@ -186,6 +194,11 @@ _AUDIT: Final = (
     ("backup", "the hub was backed up to {target}", ("target", "topics", "messages")),
     ("restore", "the hub was restored from {origin}", ("origin", "topics", "messages")),
     ("repair", "the hub was repaired: {what}", ("what", "topic", "partition")),
+    (
+        "cut_short",
+        "{action} ended with an error, and may have been done in part: {error}",
+        ("action", "group", "queue", "topic", "partition", "source", "target", "error", "error_type"),
+    ),
     ("act_on_page", "{what}, through the web page", ("what",)),
     ("retire_node", "storage node {node} was retired", ("node",)),
     ("reinstate_node", "storage node {node} is in use again", ("node",)),

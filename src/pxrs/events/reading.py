@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from pxrs.errors import InvalidArgument, OffsetTrimmed, UnknownTopic
 from pxrs.events.model import Event
+from pxrs.events.names import ADOPTED_REGISTRY
 from pxrs.log.contract import Log, TopicLog, wait_for_messages
 from pxrs.model import microseconds_of
 
@@ -31,6 +32,8 @@ class Wanted(NamedTuple):
         fields = event.fields
         if self.since_us is not None and event.at < self.since_us:
             return False
+        if event.name == ADOPTED_REGISTRY:  # concerns all groups and topics
+            return True
         if self.group is not None and fields.get("group") != self.group:
             return False
         return self.topic is None or self.topic in (fields.get("topic"), *_names(fields.get("topics")))
@@ -58,9 +61,16 @@ def read(log: Log, name: str, wanted: Wanted, check: Callable[[], None], *, foll
     """The events of the internal topic of this name, oldest first. With `follow` it waits for further ones.
 
     check: raises if the hub was closed; called while it waits."""
-    topic = _open(log, name, check, follow=follow)
-    if topic is None:
-        return
+    while (topic := _open(log, name, check, follow=follow)) is not None:
+        try:
+            yield from _read(topic, wanted, check, follow=follow)
+            return
+        except UnknownTopic:  # somebody has deleted it; the next event makes another one
+            if not follow:
+                return
+
+
+def _read(topic: TopicLog, wanted: Wanted, check: Callable[[], None], *, follow: bool) -> Iterator[Event]:
     positions = {number: _first(topic, number, wanted.since_us) for number in range(topic.partitions)}
     while True:
         before = dict(positions)

@@ -8,10 +8,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Final, Protocol
 
+from pxrs.errors import OutcomeUnknown
 from pxrs.events.model import Event, Json
 from pxrs.events.names import kind_of, text_of
 from pxrs.wording import printable
@@ -43,6 +45,27 @@ class LoggedOnly:
 
 
 LOGGED_ONLY: Final = LoggedOnly()
+
+
+class Attempt:
+    """What is known of an action while it is done."""
+
+    has_effect = False
+    """Whether a part of it is done."""
+
+
+@contextmanager
+def attempted(recorder: Recorder, action: str, **fields: Json) -> Iterator[Attempt]:
+    """Around an action of an administrator. If it ends with an error although a part of it was done, or may have been
+    (OutcomeUnknown), the action is recorded as `audit.cut_short`: nothing is changed without a line in `_audit`."""
+    attempt = Attempt()
+    try:
+        yield attempt
+    except BaseException as error:  # also of an interrupt
+        if attempt.has_effect or isinstance(error, OutcomeUnknown):
+            told = {"error": str(error) or type(error).__name__, "error_type": type(error).__name__}
+            recorder.audit("cut_short", action=action, **fields, **told)
+        raise
 
 
 def log_event(event: Event) -> None:

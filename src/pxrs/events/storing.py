@@ -40,7 +40,7 @@ def settings_of(name: str) -> Topic:
 
 
 class EventStore:
-    """Appends events to the internal topics of one log. Used by one thread at a time."""
+    """Appends events to the internal topics of one log. Used by one thread at a time for each topic."""
 
     def __init__(self, log: Log, prepare: Callable[[], None]) -> None:
         """prepare: called before a topic is created."""
@@ -48,16 +48,13 @@ class EventStore:
         self._topics: dict[str, TopicLog] = {}
         self._retained_at: dict[str, float] = {}
 
-    def store(self, events: Sequence[Event]) -> None:
-        """Append the events to their topics, in order. Raises PxrsError if some may not be stored; storing them again
-        may store some twice."""
-        parts = {AUDIT_TOPIC: [each for each in events if each.is_audit]}
-        parts[EVENTS_TOPIC] = [each for each in events if not each.is_audit]
-        for name, some in parts.items():
-            if some and self._log.is_kept_by_server:
-                self._log.record_events([each.dump() for each in some])
-            elif some:
-                self._append(name, some)
+    def store(self, name: str, events: Sequence[Event]) -> None:
+        """Append the events to the topic of this name, in one batch. Raises PxrsError if that failed, or is not known
+        to have been done: storing them again may store them twice."""
+        if self._log.is_kept_by_server:
+            self._log.record_events([each.dump() for each in events])
+        else:
+            self._append(name, events)
 
     def _append(self, name: str, events: Sequence[Event]) -> None:
         topic = self._topic(name)
@@ -132,5 +129,5 @@ def _key(event: Event) -> bytes:
     for kind in ("group", "queue", "topic"):
         name = event.fields.get(kind)
         if isinstance(name, str):
-            return f"{kind}/{name}".encode()
-    return event.name.encode()
+            return f"{kind}/{name}".encode(errors="replace")
+    return event.name.encode(errors="replace")

@@ -4,6 +4,9 @@ The epoch of an owner key rises by one with every change of it: claim, release, 
 partition is one owner for each epoch. An event of a change names the new owner and epoch, and, as `past`, the owners of
 the epochs before it. An epoch may so be named by several events; it has the same owner in all of them. An epoch whose
 own event was lost with the process that made the change is known from `past` of a later event.
+
+If the hub is given to another registry (`pxrs registry adopt`), the epochs are those of that registry, and may begin at
+1 again. The event of that, ADOPTED_REGISTRY, ends the history: what earlier events tell does not belong to it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pxrs.events.model import Event, Json
+from pxrs.events.names import ADOPTED_REGISTRY
 
 
 class Place(NamedTuple):
@@ -36,9 +40,12 @@ class Tenure(NamedTuple):
 
 
 def owners(events: Iterable[Event]) -> dict[Place, list[Tenure]]:
-    """The owners of each partition, in the order of their epochs. Events of other things are passed over."""
+    """The owners of each partition, in the order of their epochs, in the registry that the hub belongs to. Events of
+    other things are passed over."""
     found: dict[Place, dict[int, Tenure]] = {}
     for event in events:
+        if event.name == ADOPTED_REGISTRY:
+            found.clear()
         if not event.name.startswith("partition.") or "past" not in event.fields:
             continue
         place = _place(event)
@@ -60,6 +67,8 @@ def owners(events: Iterable[Event]) -> dict[Place, list[Tenure]]:
 def last_epochs(events: Iterable[Event], known: dict[Place, int]) -> None:
     """Note in `known` the highest epoch of each partition that the events tell of."""
     for event in events:
+        if event.name == ADOPTED_REGISTRY:
+            known.clear()
         place = _place(event) if event.name.startswith("partition.") and "past" in event.fields else None
         epoch = event.fields.get("epoch")
         if place is not None and type(epoch) is int:

@@ -22,25 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Final
 
 from pxrs import arguments
-from pxrs.errors import (
-    Conflict,
-    GroupActive,
-    GroupElsewhere,
-    GroupError,
-    InvalidGroup,
-)
-from pxrs.events.recording import LOGGED_ONLY, Recorder
+from pxrs.errors import Conflict, GroupActive, GroupElsewhere, GroupError, InvalidGroup
+from pxrs.events.recording import LOGGED_ONLY, Recorder, attempted
 from pxrs.group.changes import Guard, in_commits, write_of
 from pxrs.group.checkpoints import CheckpointWrite
-from pxrs.group.description import GroupDescription, MemberDescription, describe_partition
+from pxrs.group.description import GroupDescription
 from pxrs.group.foreign import check_meaning, foreign_of
 from pxrs.group.positions import Offsets, To, resolve_offsets, resolve_position
 from pxrs.group.projection import projection_of
-from pxrs.group.readables import Readables, Sources, Topics
+from pxrs.group.readables import Listing, Readables, Sources, Topics
 from pxrs.group.reader import GroupReader
 from pxrs.group.records import (
     Home,
@@ -61,6 +54,8 @@ from pxrs.registry.contract import ABSENT, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
+_ACTIONS: Final = {"import": "import_checkpoint", "delete": "delete_group"}
+"""The names of actions in `_audit`, where they differ from the names that checkpoints have in `by`."""
 
 
 class GroupHandle:
@@ -92,48 +87,19 @@ class GroupHandle:
         """The members of the group, and the owner, checkpoint and lag of each partition. Raises UnknownGroup."""
         return self.described(self._reader.read_there())
 
-    def described(self, state: GroupState) -> GroupDescription:
+    def described(self, state: GroupState, listing: Listing | None = None) -> GroupDescription:
         """As `describe`, of records that were read before: for whoever watches many groups, and reads the records of
-        one again only after they have changed."""
-        leader = state.leader[0].incarnation if state.leader else None
-        names, meant = self._reader.names(state), state.meant_for()
-        # Read the ends after the checkpoints, so that no end is behind a checkpoint.
-        places = state.partitions()
-        seen = {
-            topic: self._reader.look(state, topic, names.get(topic, topic))
-            for topic in sorted({topic for topic, _ in places})
-        }
-        places |= {(topic, number) for topic, each in seen.items() for number in range(each.count)}
-        return GroupDescription(
-            self.name,
-            state.generation,
-            leader if leader in state.members else None,
-            tuple(
-                MemberDescription(
-                    incarnation,
-                    member.name,
-                    member.host,
-                    member.pid,
-                    ", ".join(topics := tuple(names.get(each.id, each.name) for each in member.reads)),
-                    member.since,
-                    sum(owner.incarnation == incarnation for owner, _ in state.owners.values()),
-                    topics,
-                )
-                for incarnation, member in sorted(state.members.items(), key=lambda each: (each[1].since, each[0]))
-            ),
-            tuple(
-                describe_partition(
-                    state, meant.get((topic, number)), (topic, number), names.get(topic, topic), seen[topic]
-                )
-                for topic, number in sorted(places, key=lambda place: (names.get(place[0], place[0]), place))
-            ),
-            tuple(
-                sorted(
-                    (each.total(names.get(id, id), id, state.offsets(id)) for id, each in seen.items()),
-                    key=lambda each: (each.topic, each.topic_id),
-                )
-            ),
-        )
+        one again only after they have changed.
+
+        listing: the topics, if the caller has listed them before, for several groups."""
+        return self._reader.described(state, listing or self._reader.readables.listing())
+
+    def preview_reset(self, to: To, topic: str | None = None) -> list[tuple[Offsets, dict[int, int]]]:
+        """Where `reset` would set the checkpoints now: each topic or source, with the new offsets by partition. Writes
+        nothing. Raises what `reset` raises, except GroupActive."""
+        sources = self._reader.sources_to_reset(to, topic)
+        starts = self._guard(sources).starts
+        return [(source, resolve_offsets(to, source, starts.get(source.id, Starts()))) for source in sources]
 
     def reset(self, to: To, topic: str | None = None, force: bool = False) -> dict[str, dict[int, int]]:
         """Set the checkpoints of the group. Returns the new offsets, by topic and partition.
@@ -149,14 +115,7 @@ class GroupHandle:
         UnknownTopic, GroupActive.
         """
         arguments.flag(InvalidGroup, "force", force)
-        state = self._reader.read_there()
-        if topic is None:
-            self._reader.check_registry((id for id, _ in state.partitions()), state)
-        sources = [self._reader.source(topic)] if topic is not None else self._reader.sources_read(state)
-        if len(sources) > 1 and not isinstance(to, str | datetime):
-            raise InvalidGroup(
-                f"group {self.name} reads {', '.join(source.name for source in sources)}: say of which the offsets are"
-            )
+        sources = self._reader.sources_to_reset(to, topic)
         written = self._set(sources, lambda source, starts: resolve_offsets(to, source, starts), "reset", force=force)
         offsets = {
             source.name: {number: offset for (id, number), offset in sorted(written.items()) if id == source.id}
@@ -215,6 +174,7 @@ class GroupHandle:
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(lambda: Guard(self._keys), lambda _: gone, "delete", force=True)
+        self._recorder.audit("delete_group", group=self.name, topic=asked, force=force)
         # In this order: a member that joins before `starts` is reset may assume that every partition has a checkpoint,
         # but its key is deleted below, so that it joins anew; a member that joins later reads the checkpoints, which
         # are all gone.
@@ -227,15 +187,22 @@ class GroupHandle:
         if ids is None or not (left := self._reader.read()).is_there:
             self._retire_leader(state if ids is None else left)
         self._project()
-        self._recorder.audit("delete_group", group=self.name, topic=asked, force=force)
 
-    def retry(self, topic: str, partition: int) -> None:
-        """Handle the message again that a partition is paused at. Raises GroupError if the partition is not paused."""
+    def retry(self, topic: str, partition: int, offset: int | None = None) -> None:
+        """Handle the message again that a partition is paused at. Raises GroupError if the partition is not paused.
+
+        topic:  its name or id.
+        offset: retry only this message. Raises GroupError if the partition is paused at another one.
+        """
+        offset = None if offset is None else arguments.whole(InvalidGroup, "offset", offset, 0)
         for _ in range(ATTEMPTS_MAX):
-            key, paused, version = self._pause(topic, partition)
+            name, key, paused, version = self._pause(topic, partition)
+            if offset not in (None, paused.offset):
+                raise self._paused_elsewhere(name, partition)
             try:
-                self._registry.commit({key: version}, delete=[key])
-                self._audit_decision("retry", topic, key, paused)
+                with attempted(self._recorder, "retry", group=self.name, topic=name, partition=partition):
+                    self._registry.commit({key: version}, delete=[key])
+                self._audit_decision("retry", name, key, paused)
                 return
             except Conflict:  # the partition is paused at another message, or somebody has decided otherwise
                 continue
@@ -245,25 +212,30 @@ class GroupHandle:
         """Go on behind the message that a partition is paused at, without handling it. Returns the offset of the
         message.
 
+        topic:  its name or id.
         offset: skip only this message. Raises GroupError if the partition is paused at another one, or not paused.
         """
         offset = None if offset is None else arguments.whole(InvalidGroup, "offset", offset, 0)
-        key, paused, version = self._pause(topic, partition)
+        name, key, paused, version = self._pause(topic, partition)
         is_other = offset is not None and paused.offset != offset
         if not is_other and not paused.skip:
             order = replace(paused, skip=True)
             try:
-                self._registry.commit({key: version}, {key: order.dump()})
-                self._audit_decision("skip", topic, key, paused)
+                with attempted(self._recorder, "skip", group=self.name, topic=name, partition=partition):
+                    self._registry.commit({key: version}, {key: order.dump()})
+                self._audit_decision("skip", name, key, paused)
             except Conflict:  # the decision is only about the message that was seen
                 is_other = True
         if is_other:
-            raise GroupError(f"group {self.name}: another message holds up {topic}/{partition} now; look again")
+            raise self._paused_elsewhere(name, partition)
         return paused.offset
+
+    def _paused_elsewhere(self, topic: str, partition: int) -> GroupError:
+        return GroupError(f"group {self.name}: another message holds up {topic}/{partition} now; look again")
 
     def paused(self, topic: str, partition: int) -> Paused:
         """The message that a partition is paused at, and why. Raises GroupError if the partition is not paused."""
-        return self._pause(topic, partition, is_changed=False)[1]
+        return self._pause(topic, partition, is_changed=False)[2]
 
     def _audit_decision(self, action: str, topic: str, key: str, paused: Paused) -> None:
         """action: "retry" or "skip"."""
@@ -273,18 +245,20 @@ class GroupHandle:
 
     # Reading.
 
-    def _pause(self, topic: str, partition: int, is_changed: bool = True) -> tuple[str, Paused, int]:
-        """The key, the record and the version of a pause. is_changed: raise WrongRegistry if it may not be."""
+    def _pause(self, topic: str, partition: int, is_changed: bool = True) -> tuple[str, str, Paused, int]:
+        """The name of the topic, and the key, the record and the version of a pause.
+
+        is_changed: raise WrongRegistry if it may not be changed from here."""
         arguments.text(InvalidGroup, "topic", topic, "its name")
         partition = arguments.whole(InvalidGroup, "partition", partition, 0)
         state = self._reader.read_there()
-        names = self._reader.names(state)
+        names = self._reader.names(state, self._reader.readables.listing())
         ids = sorted(self._reader.ids_named(state, topic))
         for id in ids:  # the name of a deleted topic may belong to another one now
             if (id, partition) in state.paused:
                 if is_changed:
                     self._reader.check_registry([id], state)
-                return self._keys.pause(id, partition), *state.paused[id, partition]
+                return names.get(id, id), self._keys.pause(id, partition), *state.paused[id, partition]
         nameless = sorted(id for id, number in state.paused if number == partition and id not in names)
         if ids == [topic] and nameless:
             raise GroupError(
@@ -371,25 +345,27 @@ class GroupHandle:
 
         replaces: False leaves existing checkpoints as they are."""
         written: dict[TopicPartition, int | None] = {}
-        for attempt in range(ATTEMPTS_MAX):
-            guard = guarded()
-            todo = {place: offset for place, offset in choose(guard).items() if place not in written}
-            state = self._reader.read()
-            self._check_idle(state, force)
-            if not replaces:
-                todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
-            guard.take(state)
-            writes = [write_of(self._keys, state, place, offset, by) for place, offset in todo.items()]
-            # All keys in one commit first; if another commit has changed one of them, one commit for each key.
-            for some in in_commits(writes, guard, self._registry.limits, None if attempt == 0 else 1):
-                if self._commit(some, guard):
-                    self._record_freed(some, by, state)
-                    written |= {write.partition: todo[write.partition] for write in some}
-            if todo.keys() <= written.keys():
-                if not state.members:
-                    self._project()
-                return written
-        raise self._too_lively()
+        with attempted(self._recorder, _ACTIONS.get(by, by), group=self.name) as audited:
+            for attempt in range(ATTEMPTS_MAX):
+                guard = guarded()
+                todo = {place: offset for place, offset in choose(guard).items() if place not in written}
+                state = self._reader.read()
+                self._check_idle(state, force)
+                if not replaces:
+                    todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
+                guard.take(state)
+                writes = [write_of(self._keys, state, place, offset, by) for place, offset in todo.items()]
+                # All keys in one commit first; if another commit has changed one of them, one commit for each key.
+                for some in in_commits(writes, guard, self._registry.limits, None if attempt == 0 else 1):
+                    if self._commit(some, guard):
+                        audited.has_effect = True
+                        self._record_freed(some, by, state)
+                        written |= {write.partition: todo[write.partition] for write in some}
+                if todo.keys() <= written.keys():
+                    if not state.members:
+                        self._project()
+                    return written
+            raise self._too_lively()
 
     def _commit(self, writes: Sequence[CheckpointWrite], guard: Guard) -> bool:
         expect, put, delete = guard.merged(writes)
@@ -402,7 +378,7 @@ class GroupHandle:
 
     def _record_freed(self, writes: Sequence[CheckpointWrite], by: str, state: GroupState) -> None:
         """by: the operation that has written these owner keys."""
-        names = self._reader.names(state)
+        names = self._reader.names(state, self._reader.readables.listing())
         for write in writes:
             (id, partition), owner = write.partition, write.owner
             assert owner is not None
@@ -413,7 +389,8 @@ class GroupHandle:
 
     def _project(self) -> None:
         """Write the readable files of the group, if there is a place for them and no member writes them."""
-        projection = projection_of(self._registry, self._keys, lambda: self._reader.names(GroupState()))
+        found = self._reader.readables
+        projection = projection_of(self._registry, self._keys, lambda: found.names(None, found.listing()))
         if projection is not None:
             projection.refresh()
 

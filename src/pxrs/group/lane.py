@@ -44,6 +44,7 @@ class Lane:
         "handed",
         "handed_at",
         "has_undone",
+        "incarnation",
         "is_failed",
         "is_halted",
         "is_lost",
@@ -53,8 +54,9 @@ class Lane:
         "seeks",
     )
 
-    def __init__(self, partition: int, epoch: int, offset: int) -> None:
-        self.partition, self.epoch = partition, epoch
+    def __init__(self, partition: int, epoch: int, offset: int, incarnation: str | None = None) -> None:
+        """incarnation: of the member that claimed the partition, for events; None if nobody asks for it."""
+        self.partition, self.epoch, self.incarnation = partition, epoch, incarnation
         self.position = self.handed = self.done = offset
         self.seeks = 0
         """How often `seek` was called. `seek` raises it before it changes the offsets, so that a hand-out under way on

@@ -7,8 +7,9 @@ from pxrs.group.records import GROUP_NAME, Keys, Member
 from pxrs.registry.contract import Registry
 
 
-def groups(registry: Registry) -> list[str]:
-    """The names of all groups that have members or checkpoints, in order."""
+def groups(registry: Registry, *, deleted: bool = False) -> list[str]:
+    """The names of all groups that have members or checkpoints, in order. deleted: also of those that have neither any
+    more: their owner keys stay (`GroupHandle.delete`)."""
     found = []
     after = None
     # Skip from the first key of one group to the next group, because a group may have many keys: '0' is the character
@@ -18,7 +19,7 @@ def groups(registry: Registry) -> list[str]:
         after = f"groups/{name}0"
         if GROUP_NAME.fullmatch(name):
             keys = Keys(name)
-            if registry.scan(keys.checkpoints, limit=1) or registry.scan(keys.members, limit=1):
+            if deleted or registry.scan(keys.checkpoints, limit=1) or registry.scan(keys.members, limit=1):
                 found.append(name)
     return sorted(found)
 

@@ -24,7 +24,7 @@ class Ownership:
     # Hooks of the protocol.
 
     def assigned(self, partition: int, epoch: int, offset: int) -> Lane:
-        lane = Lane(partition, epoch, offset)
+        lane = Lane(partition, epoch, offset, self._reporter.incarnation)
         self.unannounced.append(lane)
         return lane
 

@@ -8,7 +8,7 @@ the error (`find`, `named`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 from uuid import UUID
 
@@ -50,16 +50,41 @@ class Sources(Protocol):
     def open_to_look(self, name: str) -> Source: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The topics that there were at one moment, by id: to list them costs a read of each, so a description of a group,
+    or of all groups, lists them once."""
+
+    names: Mapping[str, str]
+    """Of the topics that can be opened."""
+    damaged: Mapping[str, DamagedTopic]
+
+    @classmethod
+    def of(cls, topics: Topics) -> Listing:
+        damaged = {each.id: each for each in topics.damaged_topics() if each.id is not None}
+        return cls({topic.id: topic.name for topic in topics.topics()}, damaged)
+
+    def name(self, id: str) -> str | None:
+        """None if there is no topic with this id."""
+        found = self.names.get(id)
+        return self.damaged[id].name if found is None and id in self.damaged else found
+
+
 class Readables:
     def __init__(self, topics: Topics, sources: Iterable[Offsets], registered: Sources | None) -> None:
         self._topics, self.sources, self._registered = topics, tuple(sources), registered
 
-    def names(self) -> dict[str, str]:
-        """The names of all topics and sources that are known here, by their ids."""
-        names = {record.id: record.name for record in self._records()}
-        names |= {source.id: source.name for source in self.sources}
-        names |= {damaged.id: damaged.name for damaged in self._topics.damaged_topics() if damaged.id is not None}
-        return names | {topic.id: topic.name for topic in self._topics.topics()}
+    def listing(self) -> Listing:
+        return Listing.of(self._topics)
+
+    def names(self, ids: Iterable[str] | None, listing: Listing) -> dict[str, str]:
+        """The names of those of these topics and sources that are known here. ids: None for all that are known."""
+        sources = {record.id: record.name for record in self._records()}
+        sources |= {source.id: source.name for source in self.sources}
+        if ids is None:
+            ids = {*sources, *listing.damaged, *listing.names}
+        found = {id: listing.name(id) or sources.get(id) for id in ids}
+        return {id: name for id, name in found.items() if name is not None}
 
     def ids_named(self, name: str) -> set[str]:
         """The ids of everything that has this name; one table may be known by several names."""
@@ -72,10 +97,10 @@ class Readables:
         """The ids of the given and the registered sources."""
         return {source.id for source in self.sources} | {record.id for record in self._records()}
 
-    def find(self, id: str) -> Offsets | None:
+    def find(self, id: str, listing: Listing) -> Offsets | None:
         """The topic or source with this id; None if there is none, or if it is not registered. Raises DamagedFrame if
         it is a topic that cannot be opened, and what opening a registered source raises."""
-        found = self._find_here(id)
+        found = self._find_here(id, listing)
         return self._open(id, lambda sources, name: sources.open(name)) if found is None else found
 
     def named(self, name: str) -> Offsets:
@@ -92,11 +117,11 @@ class Readables:
                 raise
             return found
 
-    def look(self, id: str, name: str, checkpoints: Mapping[int, int]) -> Seen | None:
+    def look(self, id: str, name: str, checkpoints: Mapping[int, int], listing: Listing) -> Seen | None:
         """The extents of the partitions, or why they are not known; None if there is nothing with this id."""
         is_source = True
         try:
-            found = self._find_here(id)
+            found = self._find_here(id, listing)
             is_source = found is None or found in self.sources
             if found is None:
                 found = self._open(id, lambda sources, name: sources.open_to_look(name))
@@ -124,21 +149,20 @@ class Readables:
     def _records(self) -> Sequence[RegisteredName]:
         return () if self._registered is None else self._registered.records()
 
-    def _find_here(self, id: str) -> Offsets | None:
+    def _find_here(self, id: str, listing: Listing) -> Offsets | None:
         """Look among the given sources and the topics."""
         for source in self.sources:
             if source.id == id:
                 return source
-        for topic in self._topics.topics():
-            if topic.id == id:
-                try:
-                    found = self._topics.topic(topic.name)
-                except UnknownTopic:  # deleted meanwhile
-                    return None
-                return found if found.id == id else None
-        for damaged in self._topics.damaged_topics():
-            if damaged.id == id:
-                raise damaged.error
+        name = listing.names.get(id)
+        if name is not None:
+            try:
+                found = self._topics.topic(name)
+            except UnknownTopic:  # deleted meanwhile
+                return None
+            return found if found.id == id else None
+        if id in listing.damaged:
+            raise listing.damaged[id].error
         return None
 
     def _open(self, id: str, open: Callable[[Sources, str], Source]) -> Source | None:

@@ -19,6 +19,7 @@ from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Earlier, Owner, Target
 from pxrs.log.contract import Source
 from pxrs.log.numbering import TopicPartition
+from pxrs.model import is_internal
 
 TARGETS_MAX: Final = 100
 """For how many members an event of an assignment says how many partitions each was given."""
@@ -107,9 +108,12 @@ class Reporter(Reports):
     # Failed messages.
 
     def failure(self, name: str, lane: Lane, offset: int, failure: Failure, **more: Json) -> None:
-        """Record that a message failed. name: that of the event."""
-        told = {"offset": offset, "error": failure.text, "error_type": failure.type}
-        self._recorder.record(name, **self.lane(lane), **told, **more)
+        """Record that a message failed. name: that of the event. `message.*` of an internal topic is only logged: an
+        event for each failed event would keep a consumer of `_events` whose handler always fails from ever reaching
+        the end."""
+        told = {**self.lane(lane), "offset": offset, "error": failure.text, "error_type": failure.type}
+        is_kept = not name.startswith("message.") or not is_internal(str(told.get("topic", "")))
+        (self._recorder if is_kept else LOGGED_ONLY).record(name, **told, **more)
 
     def decided(self, name: str, lane: Lane, offset: int) -> None:
         """Record that an administrator has decided about a failed message. name: that of the event."""
@@ -118,10 +122,11 @@ class Reporter(Reports):
     # Fields.
 
     def _who(self) -> dict[str, Json]:
-        return {"group": self._group, "member": self._member, "incarnation": self._incarnation}
+        return {"group": self._group, "member": self._member, "incarnation": self.incarnation}
 
     @property
-    def _incarnation(self) -> str | None:
+    def incarnation(self) -> str | None:
+        """Of the member, since it last joined, or is about to; None before that."""
         return None if self._protocol is None else self._protocol.incarnation
 
     def place(self, place: TopicPartition) -> dict[str, Json]:
@@ -130,12 +135,13 @@ class Reporter(Reports):
         return {"group": self._group, "topic": self._names.get(id, id), "topic_id": id, "partition": partition}
 
     def lane(self, lane: Lane) -> dict[str, Json]:
-        """The fields that name a partition, and this member as its owner."""
+        """The fields that name a partition, and this member as its owner, in the incarnation that claimed it: the
+        member may have joined anew since."""
         protocol = self._protocol
         place = {"group": self._group, "partition": lane.partition}
         if protocol is not None:
             place = self.place(protocol.place(lane.partition))
-        return {**place, "epoch": lane.epoch, "member": self._member, "incarnation": self._incarnation}
+        return {**place, "epoch": lane.epoch, "member": self._member, "incarnation": lane.incarnation}
 
 
 def _from(past: tuple[Earlier, ...]) -> Earlier | None:

@@ -60,16 +60,16 @@ class GroupState:
 
     def add(self, keys: Keys, entry: Entry) -> None:
         key, value, version = entry.key, entry.value, entry.version
-        if key == keys.leader:
+        if key.startswith(keys.checkpoints):  # these and the owners first: most keys are such
+            self.checkpoints[partition_of(key)] = Checkpoint.load(key, value), version
+        elif key.startswith(keys.owners):
+            self.owners[partition_of(key)] = Owner.load(key, value), version
+        elif key == keys.leader:
             self.leader = Leader.load(key, value), version
         elif key.startswith(keys.targets):
             self.targets[key.removeprefix(keys.targets)] = Target.load(key, value), version
         elif key.startswith(keys.members):
             self.members[key.removeprefix(keys.members)] = Member.load(key, value)
-        elif key.startswith(keys.owners):
-            self.owners[partition_of(key)] = Owner.load(key, value), version
-        elif key.startswith(keys.checkpoints):
-            self.checkpoints[partition_of(key)] = Checkpoint.load(key, value), version
         elif key.startswith(keys.paused):
             self.paused[partition_of(key)] = Paused.load(key, value), version
         elif key.startswith(keys.sources):
@@ -138,6 +138,13 @@ class GroupState:
     def checkpoints_of(self, topic: str) -> dict[int, Checkpoint]:
         """The checkpoints of one topic or source, by partition."""
         return {number: each for (id, number), (each, _) in self.checkpoints.items() if id == topic}
+
+    def offsets_by_topic(self) -> dict[str, dict[int, int]]:
+        """The checkpoints of each topic or source that has any, by partition."""
+        found: dict[str, dict[int, int]] = {}
+        for (topic, number), (each, _) in self.checkpoints.items():
+            found.setdefault(topic, {})[number] = each.offset
+        return found
 
     def offsets(self, topic: str) -> dict[int, int]:
         return {number: each.offset for number, each in self.checkpoints_of(topic).items()}

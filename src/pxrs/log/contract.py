@@ -6,8 +6,7 @@ until retention removes it.
 
 The calls of a `Source` can be sent over a network: positions and limits go in, bounds and batches come out. Only
 `subscribe`, and the `cancel` of `fetch`, need the caller's own memory; a client of a remote source turns the former
-into messages of a stream and the latter into the cancellation of its request. docs/writing-a-source.md says how to
-write a source; `pxrs.testing.source_contract` tests it.
+into messages of a stream and the latter into the cancellation of its request (docs/writing-a-source.md).
 """
 
 from __future__ import annotations
@@ -326,7 +325,7 @@ class TopicLog(Source):
         return self
 
     def owners(self) -> dict[int, str]:
-        """In a cluster: the address of the broker that owns each partition, as far as it has one. Otherwise empty."""
+        """In a cluster: the address of the broker that owns each partition, if it has one. Otherwise empty."""
         return {}
 
     def refresh(self) -> None:
@@ -444,8 +443,8 @@ class Log(ABC):
         raise NotImplementedError(f"{self.url} is kept by no server")
 
     def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
-        """Remove what deletions of topics that were cut short have left behind. May be called at any time, by several
-        processes at once. What fails is logged, and tried again by the next call."""
+        """Remove what deletions of topics that were cut short have left. Several processes may call it at once. What
+        fails is logged, and tried again by the next call."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from pxrs.errors import Conflict, QueueDiffers, QueueExists, RegistryCorrupt, RegistryUnavailable, UnknownQueue
-from pxrs.events.recording import LOGGED_ONLY, Recorder
+from pxrs.events.recording import LOGGED_ONLY, Recorder, attempted
 from pxrs.queue.deleting import clear_deleted, delete_queue
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.puts import PutVersions
@@ -78,10 +78,11 @@ class QueueCatalog:
 
     def _create(self, queue: Queue) -> Queue:
         try:
-            versions = self._registry.commit(
-                {queue.key: ABSENT, queue.existence: ABSENT},
-                {queue.key: queue.dump(), queue.existence: queue.name.encode()},
-            )
+            with attempted(self._recorder, "create_queue", queue=queue.name):
+                versions = self._registry.commit(
+                    {queue.key: ABSENT, queue.existence: ABSENT},
+                    {queue.key: queue.dump(), queue.existence: queue.name.encode()},
+                )
         except Conflict:
             raise QueueExists(f"there is a queue {queue.name!r} already: use it, or choose another name") from None
         self._versions.created(queue, versions[queue.existence])
@@ -99,9 +100,12 @@ class QueueCatalog:
             after = replace(before, **changes)
             if after != before:
                 try:
-                    self._registry.commit({entry.key: entry.version}, {entry.key: after.dump()})
+                    with attempted(self._recorder, "alter_queue", queue=name):
+                        self._registry.commit({entry.key: entry.version}, {entry.key: after.dump()})
                 except Conflict:
                     continue  # another process has changed it, or has deleted the queue
+                told = {each: str(value) for each, value in changes.items()}
+                self._recorder.audit("alter_queue", queue=name, changes=told)
             with self._lock:
                 self._known[name] = after, time.monotonic() + SETTINGS_AGE_S
             return after
@@ -198,7 +202,10 @@ class QueueCatalog:
                 raise self.unknown(name)
             return
         try:
-            queue = drive(delete_queue(entry, self._versions), self._registry)
+            with attempted(self._recorder, "delete_queue", queue=name):
+                queue = drive(delete_queue(entry, self._versions), self._registry)
+            # Before what is left of it is removed: that may fail, and the queue is deleted.
+            self._recorder.audit("delete_queue", queue=name)
         except Conflict:
             raise self.unknown(name) from None
         except RegistryUnavailable as error:

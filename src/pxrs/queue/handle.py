@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs import arguments
 from pxrs.errors import Conflict, InvalidItem, MissingDependency, RegistryCorrupt
+from pxrs.events.recording import attempted
 from pxrs.metrics.instruments import QUEUE_PUT
 from pxrs.queue import moves
 from pxrs.queue.items import BYTES_PER_KEY, Item, Put, check_put, placed_in
@@ -195,11 +196,15 @@ class DeadLetters:
         In a FIFO queue they come last. If this was interrupted, call it again."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         done = 0
-        for page in self._chosen(queue, chosen):
-            if queue.is_fifo:
-                done += sum(self._retry_in_order(queue, entry, record) for entry, record in _whole(queue, page))
-                continue
-            done += self._move([moves.retry(queue, entry, record) for entry, record in _whole(queue, page)])
+        with attempted(self._store.recorder, "requeue", queue=queue.name) as attempt:
+            for page in self._chosen(queue, chosen):
+                if queue.is_fifo:
+                    for entry, record in _whole(queue, page):
+                        done += self._retry_in_order(queue, entry, record)
+                        attempt.has_effect = done > 0
+                    continue
+                done += self._move([moves.retry(queue, entry, record) for entry, record in _whole(queue, page)])
+                attempt.has_effect = done > 0
         self._audit("requeue", queue, chosen, done)
         return done
 
@@ -220,7 +225,11 @@ class DeadLetters:
     def purge(self, ids: Iterable[str] | None = None) -> int:
         """Delete the dead letters with these ids, or all. Returns how many."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
-        done = sum(self._move([moves.purge(entry) for entry in page]) for page in self._chosen(queue, chosen))
+        done = 0
+        with attempted(self._store.recorder, "purge", queue=queue.name) as attempt:
+            for page in self._chosen(queue, chosen):
+                done += self._move([moves.purge(entry) for entry in page])
+                attempt.has_effect = done > 0
         self._audit("purge", queue, chosen, done)
         return done
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Final, Self
 
 from pxrs.errors import RegistryCorrupt
+
+_decode: Final = json.JSONDecoder().decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,10 @@ class Record:
         """The record that was stored under this key. Raises RegistryCorrupt, which names the key. Members that this
         version has no field for are left out: a later version wrote them."""
         try:
-            found = json.loads(value)
-            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
+            found = _decode(value.decode())
+            fields = cls.__dataclass_fields__
+            if not found.keys() <= fields.keys():
+                found = {name: value for name, value in found.items() if name in fields}
+            return cls(**found)
         except (ValueError, TypeError, AttributeError) as error:
             raise RegistryCorrupt(key, f"it is no {cls.__name__.lower()}: {error}") from error

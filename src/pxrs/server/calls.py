@@ -120,7 +120,11 @@ def _plan_retention(served: Served, given: Given, at: float) -> Result:
 
 
 def _trim(served: Served, given: Given, at: float) -> Result:
-    moved = served.topic(given).trim(given.pairs("starts") or {})
+    topic = served.topic(given)
+    moved = topic.trim(given.pairs("starts") or {})
+    if moved:
+        who = {} if served.caller.who is None else {"who": served.caller.who}
+        served.hub.record_audit("retain", topic=topic.name, starts=moved, **who)
     return {"moved": [list(each) for each in moved.items()]}
 
 
@@ -264,12 +268,16 @@ RENEWALS: Final = frozenset({"registry.renew"})
 """Calls that run on the pool of renewals."""
 LONG: Final = frozenset({"staging.publish"})
 """Calls that run on the pool of staging, because they may take long."""
+EVENTS: Final = frozenset({"events.record"})
+"""Calls that run on the pool of events."""
 WATCHING: Final = ("topic.subscribe", "topic.unsubscribe", "registry.watch", "registry.unwatch")
 """Calls that belong to a control stream: see `control`."""
 
 
 def pool_of(pools: Pools, name: str) -> ThreadPoolExecutor:
     """The threads on which this call runs."""
+    if name in EVENTS:
+        return pools.events
     return pools.renewals if name in RENEWALS else pools.staging if name in LONG else pools.calls
 
 

@@ -11,7 +11,7 @@ import threading
 from typing import Final
 
 from pxrs.errors import InvalidArgument, ServerBusy
-from pxrs.events.model import EVENT_BYTES_MAX, Event
+from pxrs.events.model import ACTION, EVENT_BYTES_MAX, Event
 from pxrs.server.auth.gate import Caller
 from pxrs.server.given import Given
 from pxrs.server.served import Result, Served
@@ -19,8 +19,8 @@ from pxrs.server.served import Result, Served
 EVENTS_MAX: Final = 1_000
 """How many events one call may have."""
 STORED_S: Final = 4.0
-"""How long a call waits until its events are stored."""
-_NAME: Final = re.compile(r"[a-z]+\.[a-z_]{1,50}")
+"""How long a call may take from its arrival until its events are stored. The client waits for a little longer."""
+_NAME: Final = re.compile(rf"[a-z]+\.{ACTION.pattern}")
 
 
 def record(served: Served, given: Given, at: float) -> Result:
@@ -29,13 +29,21 @@ def record(served: Served, given: Given, at: float) -> Result:
     if len(texts) > EVENTS_MAX:
         raise InvalidArgument(f"{given.call}: {len(texts):,} events, and {EVENTS_MAX:,} is the most")
     events = [_stamped(served.caller, _event(given, text)) for text in texts]
-    stored = threading.Semaphore(0)
-    for event in events:
-        if not served.hub.parts.events.keep(event, stored.release):
-            raise ServerBusy(f"{given.call}: too many events wait to be stored, or the server cannot store any")
-    for _ in events:
-        if not stored.acquire(timeout=STORED_S):
-            raise ServerBusy(f"{given.call}: the events were not stored within {STORED_S:g} s")
+    writer, stored, clock = served.hub.parts.events, threading.Semaphore(0), served.hub.registry.clock
+    until = at + STORED_S
+    if clock.now() >= until:  # it has waited for a thread so long that the client has given up
+        raise ServerBusy(f"{given.call}: the events were not stored within {STORED_S:g} s")
+    try:
+        for event in events:
+            if not writer.keep(event, stored.release):
+                raise ServerBusy(f"{given.call}: too many events wait to be stored, or the server cannot store any")
+        for _ in events:
+            if not stored.acquire(timeout=max(0.0, until - clock.now())):
+                raise ServerBusy(f"{given.call}: the events were not stored within {STORED_S:g} s")
+    except ServerBusy:
+        # The client sends them again: without this, the buffer would fill with copies of them during an outage.
+        writer.withdraw(events)
+        raise
     return {}
 
 

@@ -147,8 +147,10 @@ class Catalog:
             raise UnknownSource(name, [each.name for each in self.records()])
         return found
 
-    def add(self, wanted: RegisteredSource, url: str, identity: str | None, *, exist_ok: bool) -> RegisteredSource:
-        """Open the table and check it, then register the source. Returns the record.
+    def add(
+        self, wanted: RegisteredSource, url: str, identity: str | None, *, exist_ok: bool
+    ) -> tuple[RegisteredSource, bool]:
+        """Open the table and check it, then register the source. Returns the record, and whether it is new.
 
         wanted:   its `address` and `fingerprint` are filled in here, and its `id` if that is empty.
         exist_ok: do not raise SourceExists if a source with the same name, id and settings is registered."""
@@ -173,7 +175,7 @@ class Catalog:
         try:
             self.registry.commit({PREFIX + record.name: ABSENT}, {PREFIX + record.name: record.dump()})
         except Conflict:
-            return self._agreeing(record, exist_ok)
+            return self._agreeing(record, exist_ok), False
         if hidden := hidden_options(engine_url):
             _logger.warning(
                 "source %s: these options of the address are not stored, as they may hold secrets: %s; processes give "
@@ -182,7 +184,7 @@ class Catalog:
                 ", ".join(hidden),
                 record.variable,
             )
-        return record
+        return record, True
 
     def _agreeing(self, wanted: RegisteredSource, exist_ok: bool) -> RegisteredSource:
         there = self.get(wanted.name)

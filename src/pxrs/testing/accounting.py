@@ -13,6 +13,7 @@ itself each time that it has changed the owner of a partition, before it records
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -24,7 +25,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +46,8 @@ from pxrs.testing.forked import Forked
 HANDLING_S = 0.0005
 DIED = 77
 """The exit code of a worker that has ended itself: see `Mortal`."""
+FAILING = b"failing"
+"""The value of a message whose handler fails."""
 
 
 @dataclass
@@ -122,7 +124,7 @@ class Worker:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.signal(signal.SIGABRT)  # which prints what all its threads are doing
             return self.process.wait(timeout)
 
     def __enter__(self) -> Self:
@@ -164,42 +166,44 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
     return sorted(found.values(), key=lambda each: (each.partition, each.epoch))
 
 
-def read_owners(paths: Iterable[Path]) -> dict[tuple[int, int], str]:
-    """The owners that the journals tell of: by partition and epoch, the name of the member; empty if it was nobody."""
+def read_owners(paths: Iterable[Path]) -> dict[tuple[str, int, int], str]:
+    """The owners that the journals tell of: by topic id, partition and epoch, the name of the member; empty if it was
+    nobody."""
     found = {}
     for path in paths:
         for line in path.read_text().splitlines() if path.exists() else ():
             kind, *rest = line.split()
-            if kind == "owner" and len(rest) == 4:
-                found[int(rest[0]), int(rest[1])] = rest[2].removeprefix("-")
+            if kind == "owner" and len(rest) == 5:
+                found[rest[0], int(rest[1]), int(rest[2])] = rest[3].removeprefix("-")
     return found
 
 
-def differences_of_timeline(hub: pxrs.Hub, group: str, topic_ids: Sequence[str], paths: Iterable[Path]) -> list[str]:
+def differences_of_timeline(hub: pxrs.Hub, group: str, paths: Iterable[Path]) -> list[str]:
     """What `_events` tells of the owners of a group's partitions that is not so, or does not tell: compared with the
-    owner keys as they are now, and with all journals. Every epoch from 1 on must be there.
-
-    topic_ids: those of the topics that the workers read, in the order in which they number the partitions."""
-    told = owners(hub.events(group=group))
-    keys = [entry for id in topic_ids for entry in hub.registry.scan(Keys(group).owners_of(id))]
-    differences, names = [], dict[tuple[int, int], str]()
-    firsts = dict(zip(topic_ids, accumulate([0, *(_count(hub, id) for id in topic_ids)]), strict=False))
-    for entry in keys:
+    owner keys as they are now, and with all journals. Every epoch from 1 on must be there, and none twice with
+    different owners."""
+    events = list(hub.events(group=group))
+    told = owners(events)
+    differences, names = [], dict[tuple[str, int, int], str]()
+    for entry in hub.registry.scan(Keys(group).owners):
         (id, partition), owner = partition_of(entry.key), Owner.load(entry.key, entry.value)
-        mine = told.get(Place(group, id, partition), [])
+        mine = told.pop(Place(group, id, partition), [])
         if [each.epoch for each in mine] != list(range(1, owner.epoch + 1)):
             differences.append(f"{entry.key}: epochs {[each.epoch for each in mine]}, and {owner.epoch} is the last")
         elif (mine[-1].incarnation, mine[-1].member) != (owner.incarnation, owner.name):
             differences.append(f"{entry.key}: {mine[-1]} is told, and {owner} is there")
-        names |= {(firsts[id] + partition, each.epoch): each.member for each in mine}
+        names |= {(id, partition, each.epoch): each.member for each in mine}
+    differences += [f"{place} is told, and it has no owner key" for place in told]
     for place, member in read_owners(paths).items():
         if names.get(place) != member:
             differences.append(f"partition and epoch {place}: {names.get(place)!r} is told, and it was {member!r}")
+    for event in events:
+        for tenures in owners([event]).values():
+            for each in tenures:
+                at = event.fields["topic_id"], event.fields["partition"], each.epoch
+                if names.get(at, each.member) != each.member:  # type: ignore[arg-type]
+                    differences.append(f"{at}: {event} tells of another owner than {names[at]!r}")  # type: ignore[index]
     return differences
-
-
-def _count(hub: pxrs.Hub, id: str) -> int:
-    return next(topic.partitions for topic in hub.topics() if topic.id == id)
 
 
 def account(
@@ -307,9 +311,9 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
             note("kept", number_of(*place), checkpoint.epoch, checkpoint.offset, moment)
 
     def note_owner(place: TopicPartition, owner: Owner) -> None:
-        note("owner", number_of(*place), owner.epoch, owner.name or "-", SYSTEM.now())
+        note("owner", *place, owner.epoch, owner.name or "-", SYSTEM.now())
 
-    _tell_commits(hub.registry, Keys(group), note_kept, note_owner)
+    tell_commits(hub.registry, Keys(group), note_kept, note_owner)
     kind = NotedTopicsConsumer if isinstance(source, JoinedSource) else NotedConsumer
     recorder = Mortal(hub.parts.events, float(dies))
     options: Any = {"name": name, "lease_ttl": float(ttl), "commit_interval": 0.1, "recorder": recorder}
@@ -318,7 +322,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     def handle(message: Message) -> None:
         number = number_of(ids[message.topic], message.partition)
         note("handled", number, message.epoch, message.offset, SYSTEM.now())
-        time.sleep(HANDLING_S)
+        _do(message)
 
     def end() -> None:
         stop.wait()
@@ -332,6 +336,12 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     hub.close()
 
 
+def _do(message: Message) -> None:
+    time.sleep(HANDLING_S)
+    if message.value == FAILING:
+        raise ValueError("this message fails")
+
+
 def _source(hub: pxrs.Hub, topic: str) -> pxrs.Source:
     """What a worker was given to read: a name; or as JSON a list of names, or the settings of a table."""
     if topic.startswith("{"):
@@ -341,7 +351,7 @@ def _source(hub: pxrs.Hub, topic: str) -> pxrs.Source:
     return hub.log.topic(topic)
 
 
-def _tell_commits(
+def tell_commits(
     registry: Registry,
     keys: Keys,
     tell: Callable[[TopicPartition, Checkpoint, float], None],
@@ -367,4 +377,5 @@ def _tell_commits(
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # see `Worker.end`
     _work(*sys.argv[1:])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from pxrs.errors import OffsetTrimmed, UnknownTopic
+from pxrs.errors import OffsetTrimmed, RegistryCorrupt, UnknownTopic
 from pxrs.events.model import Event
 from pxrs.events.timeline import Place, last_epochs
 from pxrs.group.listing import groups
@@ -19,6 +19,8 @@ from pxrs.group.records import Keys, Owner, partition_of
 from pxrs.hub_parts import HubParts
 from pxrs.model import EVENTS_TOPIC
 
+PART_MAX: Final = 1_000
+"""How many owners are recorded before their events must be stored."""
 FLUSH_S: Final = 2.0
 """How long the events of this process are waited for before those that are stored are read."""
 
@@ -34,22 +36,46 @@ class OwnerObserver:
         """The last epoch of each partition of which an event tells, or that this object has recorded."""
 
     def observe(self, should_stop: Callable[[], bool]) -> int:
-        """Record all owners that no event tells of; how many. Ends early if `should_stop` says so."""
+        """Record all owners that no event tells of; how many. Ends early if `should_stop` says so, and if events cannot
+        be stored: then the next call goes on. Raises RegistryCorrupt, when all others are recorded, if an owner key is
+        damaged."""
         registry, count = self._parts.registry.get(), 0
-        self._parts.events.flush(FLUSH_S)
-        self._read_events()
         names = {topic.id: topic.name for topic in self._parts.log.topics()}
-        for group in groups(registry):
+        damage: RegistryCorrupt | None = None
+        for group in groups(registry, deleted=True):
             if should_stop():
                 break
+            untold = dict[Place, Owner]()
             for entry in registry.scan(Keys(group).owners):
-                id, partition = partition_of(entry.key)
-                place, owner = Place(group, id, partition), Owner.load(entry.key, entry.value)
+                try:
+                    place, owner = Place(group, *partition_of(entry.key)), Owner.load(entry.key, entry.value)
+                except RegistryCorrupt as error:
+                    damage = error
+                    continue
                 if owner.epoch > self._epochs.get(place, 0):
-                    self._record(place, names.get(id, id), owner)
-                    self._epochs[place] = owner.epoch
-                    count += 1
+                    untold[place] = owner
+            # The events after the keys: a change of which the event is stored meanwhile is none that is missing.
+            if untold and not self._catch_up():
+                break
+            for place, owner in untold.items():
+                if owner.epoch <= self._epochs.get(place, 0):
+                    continue
+                # In parts that the buffer of events can hold.
+                if count and count % PART_MAX == 0 and not self._parts.events.flush(FLUSH_S):
+                    return count
+                self._record(place, names.get(place.topic_id, place.topic_id), owner)
+                self._epochs[place] = owner.epoch
+                count += 1
+        if damage is not None:
+            raise damage
         return count
+
+    def _catch_up(self) -> bool:
+        """Read the events that were stored since the last time. False if those of this process cannot be stored."""
+        if not self._parts.events.flush(FLUSH_S):
+            return False
+        self._read_events()
+        return True
 
     def _record(self, place: Place, topic: str, owner: Owner) -> None:
         self._parts.events.record(

@@ -12,10 +12,12 @@
 | `watching` | watches, also where they are not permitted |
 | `observer` | one look at all of these for all requests of the same moment |
 | `views` | what the pages show, as JSON |
-| `actions` | what the page may change, what each change would do, and its record in the audit |
+| `actions` | what the page may change, and what each change would do |
+| `plans` | the changes that were shown and wait for a confirmation |
 | `access` | who may read and who may act |
 | `guard` | which requests are answered at all; the headers of every answer |
 | `routes` | the addresses of the page |
+| `connections` | how many connections there are, and how long each may take |
 | `serving` | the HTTP server and its limits |
 
 Everything that the hub holds is shown as text by the scripts in `assets/`; no answer contains HTML made from data.

@@ -1,41 +1,43 @@
-"""What the page may change: each action says first what it would do (`preview`), and is recorded when it is done.
+"""What the page may change. Each action says first what it would do, and does that, and nothing else, when confirmed.
 
-An action is given its arguments as JSON from the browser: everything is checked here, or by the function of the hub
-that does the work. Without permission nothing is looked up, so an answer tells nothing about the hub.
+To look and to decide takes a person a while, and the hub goes on meanwhile. So an action is given its arguments once,
+as JSON from the browser, and becomes a `Plan`: what would be done in words, and the exact offsets, ids and names that
+were found. `perform` does what was shown, or raises if that is not there any more: a topic, a queue or a paused message
+that has another of the same name in its place is not touched, a message or a dead letter that came later stays, and a
+group that has members by now is left alone. Without permission nothing is looked up, so an answer tells nothing about
+the hub.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
 from pxrs.errors import InvalidArgument
-from pxrs.group.positions import Offsets, To, resolve_offsets
-from pxrs.group.records import Starts
+from pxrs.group.positions import To
+from pxrs.group.records import Paused
 from pxrs.hub import Hub
 from pxrs.wording import counted
 
 IDS_MAX: Final = 1_000
-ROWS_MAX: Final = 1_000
+"""How many dead letters a visitor may choose."""
+LETTERS_MAX: Final = 10_000
+"""How many dead letters one action moves or removes, if all are meant."""
 
 Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
+class Plan:
     """What an action would do, in a sentence, and for a reset partition by partition."""
 
     text: str
-    rows: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    preview: Callable[[Hub, Arguments], Preview]
-    perform: Callable[[Hub, Arguments], str]
-    """Returns a sentence about what was done."""
+    perform: Callable[[], str]
+    """Does it. Returns a sentence about what was done. Raises InvalidArgument if something else would be done than
+    `text` says, and what the hub raises."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 def _text(given: Arguments, name: str) -> str:
@@ -49,13 +51,6 @@ def _whole(given: Arguments, name: str) -> int:
     value = given.get(name)
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise InvalidArgument(f"{name} is missing, or no whole number from 0 on")
-    return value
-
-
-def _force(given: Arguments) -> bool:
-    value = given.get("force", False)
-    if type(value) is not bool:
-        raise InvalidArgument("force is neither true nor false")
     return value
 
 
@@ -86,161 +81,206 @@ def position(text: str) -> To:
     return moment
 
 
+def _changed(what: str) -> InvalidArgument:
+    return InvalidArgument(f"{what}: nothing was changed. Look again, then decide")
+
+
 # Groups.
 
 
-def _paused(hub: Hub, given: Arguments) -> tuple[str, str, int, int]:
+def _paused(hub: Hub, given: Arguments) -> tuple[str, str, str, int, Paused]:
+    """The group, the id of the topic, the partition in words, its number, and the pause."""
     group, topic, partition = _text(given, "group"), _text(given, "topic"), _whole(given, "partition")
-    return group, topic, partition, hub.group(group).paused(topic, partition).offset
+    rows = [
+        row
+        for row in hub.group(group).describe().partitions
+        if topic in (row.topic_id, row.topic) and row.partition == partition and row.paused is not None
+    ]
+    if len(rows) != 1 or rows[0].paused is None:
+        raise _changed(f"group {group} has not paused partition {partition} of {topic}")
+    return group, rows[0].topic_id, f"{rows[0].topic}/{partition}", partition, rows[0].paused
 
 
-def _preview_retry(hub: Hub, given: Arguments) -> Preview:
-    group, topic, partition, offset = _paused(hub, given)
-    return Preview(
-        f"Group {group} handles the message at offset {offset} of {topic}/{partition} again. If the handler succeeds, "
-        "the partition goes on; if it fails, the partition is paused again.",
-        [],
+def _decision(
+    hub: Hub, given: Arguments, would: str, done: str, decide: Callable[[str, str, int, int], object]
+) -> Plan:
+    """About the message that a partition is paused at. decide: is given group, topic id, partition and offset."""
+    group, topic, place, partition, paused = _paused(hub, given)
+    if "offset" in given and _whole(given, "offset") != paused.offset:
+        raise _changed(f"{place} is paused at offset {paused.offset} by now")
+
+    def perform() -> str:
+        if hub.group(group).paused(topic, partition) != paused:
+            raise _changed(f"{place} was paused anew since")
+        decide(group, topic, partition, paused.offset)
+        return done.format(group=group, place=place, offset=paused.offset)
+
+    return Plan(would.format(group=group, place=place, offset=paused.offset), perform)
+
+
+def _retry(hub: Hub, given: Arguments) -> Plan:
+    return _decision(
+        hub,
+        given,
+        "Group {group} handles the message at offset {offset} of {place} again. If the handler succeeds, the partition "
+        "goes on; if it fails, the partition is paused again.",
+        "group {group} tries offset {offset} of {place} again",
+        lambda group, topic, partition, offset: hub.group(group).retry(topic, partition, offset),
     )
 
 
-def _retry(hub: Hub, given: Arguments) -> str:
-    group, topic, partition, offset = _paused(hub, given)
-    hub.group(group).retry(topic, partition)
-    return f"group {group} tries offset {offset} of {topic}/{partition} again"
-
-
-def _preview_skip(hub: Hub, given: Arguments) -> Preview:
-    group, topic, partition, offset = _paused(hub, given)
-    return Preview(
-        f"Group {group} goes on behind offset {offset} of {topic}/{partition}. The message stays in the topic, and "
-        "this group never handles it.",
-        [],
+def _skip(hub: Hub, given: Arguments) -> Plan:
+    return _decision(
+        hub,
+        given,
+        "Group {group} goes on behind offset {offset} of {place}. The message stays in the topic, and this group never "
+        "handles it.",
+        "group {group} leaves out offset {offset} of {place}",
+        lambda group, topic, partition, offset: hub.group(group).skip(topic, partition, offset),
     )
 
 
-def _skip(hub: Hub, given: Arguments) -> str:
-    group, topic, partition, offset = _paused(hub, given)
-    if offset != _whole(given, "offset"):
-        raise InvalidArgument(f"{topic}/{partition} is paused at offset {offset} by now: look again, then decide")
-    hub.group(group).skip(topic, partition, offset)
-    return f"group {group} leaves out offset {offset} of {topic}/{partition}"
-
-
-def _preview_reset(hub: Hub, given: Arguments) -> Preview:
+def _reset(hub: Hub, given: Arguments) -> Plan:
     group, to = _text(given, "group"), position(_text(given, "to"))
     topic = _text(given, "topic") if given.get("topic") else None
-    found = hub.group(group).describe()
-    names = [topic] if topic else sorted({each.topic for each in found.topics})
-    if len(names) > 1 and isinstance(to, int):
-        raise InvalidArgument(f"group {group} reads {', '.join(names)}: choose the topic that the offset is of")
-    checkpoints = {(row.topic, row.partition): row.checkpoint for row in found.partitions}
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        source: Offsets = hub.readable(name)
-        for number, offset in resolve_offsets(to, source, Starts()).items():
-            now = checkpoints.get((name, number))
-            moved = 0 if now is None else offset - now
-            rows.append(
-                {
-                    "topic": name,
-                    "partition": number,
-                    "checkpoint": now,
-                    "offset": offset,
-                    "repeated": max(0, -moved),
-                    "skipped": max(0, moved),
-                }
-            )
+    handle = hub.group(group)
+    found = handle.describe()
+    planned = [(source.name, source.id, offsets) for source, offsets in handle.preview_reset(to, topic)]
+    checkpoints = {(row.topic_id, row.partition): row.checkpoint for row in found.partitions}
+    rows = [
+        _moved(name, number, checkpoints.get((id, number)), offset)
+        for name, id, offsets in planned
+        for number, offset in offsets.items()
+    ]
     repeated, skipped = (sum(row[name] for row in rows) for name in ("repeated", "skipped"))
     said = f"{counted(repeated, 'message')} would be handled again, and {counted(skipped, 'message')} never be handled."
     if found.members:
         said += f" The group has {counted(len(found.members), 'member')}: they go on at the new offsets."
-    return Preview(f"Set the checkpoints of group {group} to {given['to']}. {said}", rows[:ROWS_MAX])
+    elif to == "latest":
+        said += " Messages that come from now on are handled."
+
+    def perform() -> str:
+        for name, id, _ in planned:
+            if hub.readable(name).id != id:
+                raise _changed(f"{name} was deleted, and there is another one of that name")
+        count = 0
+        for name, _, offsets in planned:
+            written = hub.group(group).reset(offsets, name, force=bool(found.members))
+            count += sum(map(len, written.values()))
+        return f"group {group}: {counted(count, 'checkpoint')} set to {given['to']}"
+
+    return Plan(f"Set the checkpoints of group {group} to {given['to']}. {said}", perform, rows)
 
 
-def _reset(hub: Hub, given: Arguments) -> str:
-    group, to = _text(given, "group"), position(_text(given, "to"))
-    topic = _text(given, "topic") if given.get("topic") else None
-    written = hub.group(group).reset(to, topic, _force(given))
-    return f"group {group}: {counted(sum(map(len, written.values())), 'checkpoint')} set to {given['to']}"
+def _moved(topic: str, partition: int, checkpoint: int | None, offset: int) -> dict[str, Any]:
+    by = 0 if checkpoint is None else offset - checkpoint
+    return {
+        "topic": topic,
+        "partition": partition,
+        "checkpoint": checkpoint,
+        "offset": offset,
+        "repeated": max(0, -by),
+        "skipped": max(0, by),
+    }
 
 
-def _preview_delete_group(hub: Hub, given: Arguments) -> Preview:
+def _delete_group(hub: Hub, given: Arguments) -> Plan:
     found = hub.group(_text(given, "group")).describe()
     said = f" Its {counted(len(found.members), 'member')} join again and start anew." if found.members else ""
-    return Preview(
+
+    def perform() -> str:
+        hub.group(found.name).delete(force=bool(found.members))
+        return f"group {found.name} is deleted"
+
+    return Plan(
         f"Delete group {found.name} and its checkpoints of {counted(len(found.partitions), 'partition')} for good. A "
         f"consumer that uses the name later starts anew.{said}",
-        [],
+        perform,
     )
-
-
-def _delete_group(hub: Hub, given: Arguments) -> str:
-    group = _text(given, "group")
-    hub.group(group).delete(_force(given))
-    return f"group {group} is deleted"
 
 
 # Queues and topics.
 
 
-def _letters(given: Arguments, hub: Hub) -> tuple[str, list[str] | None, str]:
-    queue, ids = _text(given, "queue"), _ids(given)
-    return queue, ids, counted(len(hub.queue(queue).dead_letters()) if ids is None else len(ids), "dead letter")
+def _check_queue(hub: Hub, name: str, id: str) -> None:
+    if hub.queue(name).settings.id != id:
+        raise _changed(f"the queue {name} was deleted, and there is another one of that name")
 
 
-def _preview_requeue(hub: Hub, given: Arguments) -> Preview:
-    queue, _, count = _letters(given, hub)
-    return Preview(f"Put {count} of {queue} back into the queue, as if never delivered.", [])
+def _letters(hub: Hub, given: Arguments, would: str, done: str, act: Callable[[str, list[str]], int]) -> Plan:
+    """About dead letters: those that there are now. act: is given the queue and their ids; returns how many."""
+    queue, chosen = hub.queue(_text(given, "queue")), _ids(given)
+    name, id = queue.name, queue.settings.id
+    there = [item.id for item in queue.dead_letters().list(LETTERS_MAX)]
+    total = len(there) if len(there) < LETTERS_MAX else len(queue.dead_letters())
+    ids = there if chosen is None else sorted(set(chosen) & set(there))
+    if not ids:
+        raise _changed(f"{name} has no such dead letter any more")
+    count = counted(len(ids), "dead letter")
+    if chosen is None and total > len(ids):
+        count = f"the oldest {count} of {total:,}"
+
+    def perform() -> str:
+        _check_queue(hub, name, id)
+        return done.format(count=counted(act(name, ids), "dead letter"), queue=name)
+
+    return Plan(would.format(count=count, queue=name), perform)
 
 
-def _requeue(hub: Hub, given: Arguments) -> str:
-    queue, ids, _ = _letters(given, hub)
-    return f"{counted(hub.queue(queue).dead_letters().retry(ids), 'dead letter')} of {queue} will be tried again"
+def _requeue(hub: Hub, given: Arguments) -> Plan:
+    return _letters(
+        hub,
+        given,
+        "Put {count} of {queue} back into the queue, as if never delivered.",
+        "{count} of {queue} will be tried again",
+        lambda queue, ids: hub.queue(queue).dead_letters().retry(ids),
+    )
 
 
-def _preview_purge(hub: Hub, given: Arguments) -> Preview:
-    queue, _, count = _letters(given, hub)
-    return Preview(f"Remove {count} of {queue} for good. They cannot be brought back.", [])
+def _purge(hub: Hub, given: Arguments) -> Plan:
+    return _letters(
+        hub,
+        given,
+        "Remove {count} of {queue} for good. They cannot be brought back.",
+        "removed {count} of {queue}",
+        lambda queue, ids: hub.queue(queue).dead_letters().purge(ids),
+    )
 
 
-def _purge(hub: Hub, given: Arguments) -> str:
-    queue, ids, _ = _letters(given, hub)
-    return f"removed {counted(hub.queue(queue).dead_letters().purge(ids), 'dead letter')} of {queue}"
-
-
-def _preview_delete_queue(hub: Hub, given: Arguments) -> Preview:
-    queue = _text(given, "queue")
-    depth = hub.queue(queue).depth()
+def _delete_queue(hub: Hub, given: Arguments) -> Plan:
+    queue = hub.queue(_text(given, "queue"))
+    name, id, depth = queue.name, queue.settings.id, queue.depth()
     count = counted(depth.ready + depth.delayed + depth.in_flight + depth.dead, "item")
-    return Preview(f"Delete the queue {queue} and the {count} in it for good.", [])
+
+    def perform() -> str:
+        _check_queue(hub, name, id)
+        hub.delete_queue(name)
+        return f"queue {name} is deleted"
+
+    return Plan(f"Delete the queue {name} and the {count} in it for good.", perform)
 
 
-def _delete_queue(hub: Hub, given: Arguments) -> str:
-    queue = _text(given, "queue")
-    hub.delete_queue(queue)
-    return f"queue {queue} is deleted"
-
-
-def _preview_delete_topic(hub: Hub, given: Arguments) -> Preview:
+def _delete_topic(hub: Hub, given: Arguments) -> Plan:
     topic = hub.topic(_text(given, "topic"))
-    bounds = topic.bounds(range(topic.partitions)).values()
-    count = counted(sum(each.end - each.start for each in bounds), "message")
-    return Preview(f"Delete the topic {topic.name} and its {count} for good. Groups that read it lose it.", [])
+    name, id = topic.name, topic.id
+    count = counted(sum(each.end - each.start for each in topic.log.glance()), "message")
+
+    def perform() -> str:
+        if hub.topic(name).id != id:
+            raise _changed(f"the topic {name} was deleted, and there is another one of that name")
+        hub.delete_topic(name)
+        return f"topic {name} is deleted"
+
+    return Plan(f"Delete the topic {name} and its {count} for good. Groups that read it lose it.", perform)
 
 
-def _delete_topic(hub: Hub, given: Arguments) -> str:
-    topic = _text(given, "topic")
-    hub.delete_topic(topic)
-    return f"topic {topic} is deleted"
-
-
-ACTIONS: Final[Mapping[str, Action]] = {
-    "retry": Action(_preview_retry, _retry),
-    "skip": Action(_preview_skip, _skip),
-    "reset": Action(_preview_reset, _reset),
-    "delete-group": Action(_preview_delete_group, _delete_group),
-    "requeue": Action(_preview_requeue, _requeue),
-    "purge": Action(_preview_purge, _purge),
-    "delete-queue": Action(_preview_delete_queue, _delete_queue),
-    "delete-topic": Action(_preview_delete_topic, _delete_topic),
+ACTIONS: Final[Mapping[str, Callable[[Hub, Arguments], Plan]]] = {
+    "retry": _retry,
+    "skip": _skip,
+    "reset": _reset,
+    "delete-group": _delete_group,
+    "requeue": _requeue,
+    "purge": _purge,
+    "delete-queue": _delete_queue,
+    "delete-topic": _delete_topic,
 }

@@ -84,6 +84,8 @@ class WatchedGroup:
     described_at: float = 0.0
     epochs: dict[TopicPartition, tuple[int, int]] = field(default_factory=dict)
     """The epoch of each partition, and when it was first seen here, in microseconds since 1970."""
+    _ids: list[str] | None = None
+    """The ids of the topics and sources in `state`; None until they are needed."""
     _seen: tuple[object, ...] = ()
     """What `description` was made from: `reads`, and the counters of the topics and sources."""
 
@@ -91,7 +93,9 @@ class WatchedGroup:
     def is_there(self) -> bool:
         return self.state.is_there or self.error is not None
 
-    def note_epochs(self) -> None:
+    def take(self, state: GroupState) -> None:
+        """Records that were read now."""
+        self.state, self.error, self._ids = state, None, None
         now_us = wall_time_us()
         for place, (owner, _) in self.state.owners.items():
             if self.epochs.get(place, (0, 0))[0] != owner.epoch:
@@ -99,14 +103,16 @@ class WatchedGroup:
 
     def describe(self, topics: TopicBook, sources: SourceBook, now: float) -> None:
         """Make the description anew if something that it shows has changed."""
-        ids = {id for id, _ in self.state.partitions()} | self.state.topics_read().keys()
-        known = [(id, topics.by_id[id].changes) for id in sorted(ids & topics.by_id.keys())]
+        if self._ids is None:
+            self._ids = sorted({id for id, _ in self.state.partitions()} | self.state.topics_read().keys())
+        ids, by_id = self._ids, topics.by_id
+        known = [(id, by_id[id].changes) for id in ids if id in by_id]
         seen = (self.reads, topics.listed, sources.changes, tuple(known))
         is_foreign = len(known) < len(ids) and now >= self.described_at + FOREIGN_S
         if self.description is not None and seen == self._seen and not is_foreign:
             return
         try:
-            self.description, self.error = self.handle.described(self.state), None
+            self.description, self.error = self.handle.described(self.state, topics.listing), None
         except PxrsError as error:
             self.error = error
         self._seen, self.described_at = seen, now
@@ -153,7 +159,10 @@ class GroupBook:
         """Raises UnknownGroup, InvalidGroup, and the error with which the group could not be read."""
         found = self.by_name.get(name)
         if found is None:
-            self._add(Keys(name).group)
+            # Anybody may ask for any name: only a group of which there are records gets a watch, and stays.
+            if not self._registry.scan(Keys(name).root, limit=1):
+                raise UnknownGroup(name)
+            self._add(name)
             self._read(name, now)
             found = self.by_name[name]
             found.describe(self._topics, self.sources, now)
@@ -214,7 +223,6 @@ class GroupBook:
         group = self.by_name[name]
         group.reads, group.read_at = group.reads + 1, now
         try:
-            group.state, group.error = GroupState.of(Keys(name), entries), None
-            group.note_epochs()
+            group.take(GroupState.of(Keys(name), entries))
         except PxrsError as error:  # a record is damaged
             group.error = error

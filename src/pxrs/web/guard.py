@@ -67,14 +67,22 @@ def check(
     if site in (b"cross-site", b"same-site") and mode != b"navigate":
         raise Refusal(403, "another site has made this request")
     if method == "POST":
-        _check_post(given, f"{scheme}://{host}")
+        own = {f"{scheme}://{host}".lower()}
+        if _name_of(host) in hosts:  # a proxy before the page, which speaks TLS, is reached under this name
+            own.add(f"https://{host}".lower())
+        _check_post(given, own)
     elif given.get(b"transfer-encoding") or given.get(b"content-length", [b"0"]) != [b"0"]:
         raise Refusal(400, "a GET has no body")
 
 
-def _check_post(given: dict[bytes, list[bytes]], own: str) -> None:
+def _name_of(host: str) -> str:
+    return host.partition(":")[0].lower()
+
+
+def _check_post(given: dict[bytes, list[bytes]], own: set[str]) -> None:
+    """own: the origins of the page itself."""
     origins = [each.decode("latin-1") for each in given.get(b"origin", [])]
-    if len(origins) != 1 or origins[0].lower() != own.lower():
+    if len(origins) != 1 or origins[0].lower() not in own:
         raise Refusal(403, "the request does not come from this page: its Origin is another one, or missing")
     if given.get(b"sec-fetch-site", [b"same-origin"])[0] != b"same-origin":
         raise Refusal(403, "another site has made this request")

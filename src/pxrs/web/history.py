@@ -15,6 +15,7 @@ from typing import Final
 
 from pxrs.errors import Closed, NoDirectory, PxrsError
 from pxrs.events import Event
+from pxrs.events.names import ADOPTED_REGISTRY
 
 HOURS: Final = 6
 EVENTS_MAX: Final = 50_000
@@ -77,6 +78,10 @@ class History:
             self._is_closed.wait(AGAIN_S)
 
     def _add(self, event: Event) -> None:
+        if event.name == ADOPTED_REGISTRY:  # earlier epochs are those of another registry
+            with self._lock:
+                self._by_group.clear()
+                self._order.clear()
         group = event.fields.get("group")
         if not isinstance(group, str):
             return

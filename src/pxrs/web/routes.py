@@ -28,6 +28,7 @@ from pxrs.web.actions import ACTIONS
 from pxrs.web.guard import App, Guard
 from pxrs.web.history import HOURS
 from pxrs.web.observer import Observer
+from pxrs.web.plans import Plans
 
 ASSETS: Final = {
     "index.html": "text/html; charset=utf-8",
@@ -72,7 +73,7 @@ def page(observer: Observer, access: Access | None = None, hosts: tuple[str, ...
 
 class _Routes:
     def __init__(self, observer: Observer, access: Access) -> None:
-        self._observer, self._access = observer, access
+        self._observer, self._access, self._plans = observer, access, Plans()
 
     def index(self, request: Request) -> Response:
         return _asset("index.html")
@@ -125,6 +126,7 @@ class _Routes:
                 "messages": [browse.plain(message) for message in found.messages],
                 "next": found.next,
                 "searched": found.searched,
+                "left_out": found.left_out,
             }
         )
 
@@ -140,26 +142,33 @@ class _Routes:
         return _plain({"items": [views.queue_item(each) for each in listed], "is_more": len(listed) == ITEMS_MAX})
 
     async def preview(self, request: Request) -> Response:
-        self._access.check_act(request.headers.get(TOKEN_HEADER))
-        action, given = ACTIONS.get(request.path_params["name"]), await _body(request)
-        if action is None:
+        name, who, given = await self._asked(request)
+        if name not in ACTIONS:
             return _plain({"error": "there is no such action"}, 404)
-        found = await run_in_threadpool(action.preview, self._observer.hub, given)
-        return _plain({"text": found.text, "rows": found.rows})
+        plan = await run_in_threadpool(ACTIONS[name], self._observer.hub, given)
+        shown = {"text": plan.text, "rows": plan.rows[: views.ROWS_MAX], "row_count": len(plan.rows)}
+        return _plain({**shown, "plan": self._plans.keep(name, who, plan)})
 
     async def act(self, request: Request) -> Response:
-        who = self._access.check_act(request.headers.get(TOKEN_HEADER))
-        action, given = ACTIONS.get(request.path_params["name"]), await _body(request)
-        if action is None:
+        name, who, given = await self._asked(request)
+        if name not in ACTIONS:
             return _plain({"error": "there is no such action"}, 404)
         if given.get("confirmed") is not True:
             raise InvalidArgument("the action was not confirmed: nothing was changed")
-        done = await run_in_threadpool(action.perform, self._observer.hub, given)
-        self._observer.forget()
+        plan = self._plans.take(given.get("plan"), name, who)
+        try:
+            done = await run_in_threadpool(plan.perform)
+        finally:
+            self._observer.forget()
         if who is not None:  # the hub's own record of the action names the user of this process
-            self._observer.hub.record_audit("act_on_page", who=who, what=done)
-        _logger.info("%s, through the page: %s", request.path_params["name"], done)
+            await run_in_threadpool(self._observer.hub.record_audit, "act_on_page", who=who, what=done)
+        _logger.info("%s, through the page: %s", name, done)
         return _plain({"text": done})
+
+    async def _asked(self, request: Request) -> tuple[str, str | None, Mapping[str, Any]]:
+        """The action, who asks for it, and what is given; nothing of it is read without permission."""
+        who = await run_in_threadpool(self._access.check_act, request.headers.get(TOKEN_HEADER))
+        return request.path_params["name"], who, await _body(request)
 
     def _see(self, request: Request, view: Callable[[], Mapping[str, Any]]) -> Response:
         self._check_read(request)

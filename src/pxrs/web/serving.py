@@ -11,13 +11,11 @@ import uvicorn
 from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
 from pxrs.web.access import Access
+from pxrs.web.connections import HEAD_S, BoundedProtocol
 from pxrs.web.observer import Observer
 from pxrs.web.routes import page
 
-REQUESTS_MAX: Final = 100
-"""How many connections and requests are served at a time; more are answered with 503."""
 HEAD_BYTES_MAX: Final = 16 << 10
-KEEP_ALIVE_S: Final = 10
 STOP_S: Final = 2
 
 
@@ -38,12 +36,11 @@ class WebServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                http="h11",
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
-                limit_concurrency=REQUESTS_MAX,
                 h11_max_incomplete_event_size=HEAD_BYTES_MAX,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=int(HEAD_S),
                 timeout_graceful_shutdown=STOP_S,
             )
         )
@@ -52,6 +49,10 @@ class WebServer:
     @property
     def url(self) -> str:
         return f"http://{self.address}/"
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._server.server_state.connections)
 
     def start(self) -> None:
         self.observer.start()

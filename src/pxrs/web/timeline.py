@@ -34,6 +34,10 @@ MARKS: Final = (
 )
 MARKS_MAX: Final = 2_000
 EVENTS_MAX: Final = 500
+LANES_MAX: Final = 200
+"""How many partitions the picture has. If there are more, those with the newest changes."""
+BARS_MAX: Final = 2_000
+"""How many owners the picture has, about. If there were more, it begins later."""
 Seen = Mapping[TopicPartition, tuple[int, int]]
 """By topic id and partition: an epoch, and when it was first seen, in microseconds since 1970."""
 
@@ -48,6 +52,11 @@ def timeline(
     history = {place: list(tenures) for place, tenures in owners(events).items()}
     if found is not None:
         _add_current(history, found, seen)
+    total = len(history)
+    history = _newest(history)
+    changes = sorted(tenure.at for tenures in history.values() for tenure in tenures if tenure.at is not None)
+    if len(changes) > BARS_MAX:
+        since_us = max(since_us, changes[-BARS_MAX])
     rows = [
         {
             "topic": names.get(place.topic_id, place.topic_id),
@@ -56,14 +65,23 @@ def timeline(
         }
         for place, tenures in sorted(history.items(), key=lambda each: (names.get(each[0].topic_id, ""), each[0]))
     ]
-    marks = [_mark(event) for event in events if event.name in MARKS and event.at >= since_us]
+    marked = [event for event in events if event.name in MARKS and event.at >= since_us]
     return {
         "since": since_us / 1e6,
         "now": now_us / 1e6,
         "rows": rows,
-        "marks": marks[-MARKS_MAX:],
+        "partitions": total,
+        "marks": [_mark(event) for event in marked[-MARKS_MAX:]],
         "events": [_line(event) for event in events[-EVENTS_MAX:]][::-1],
     }
+
+
+def _newest(history: dict[Place, list[Tenure]]) -> dict[Place, list[Tenure]]:
+    """At most `LANES_MAX` partitions."""
+    if len(history) <= LANES_MAX:
+        return history
+    newest = sorted(history.items(), key=lambda each: max((tenure.at or 0 for tenure in each[1]), default=0))
+    return dict(newest[-LANES_MAX:])
 
 
 def _names(found: GroupDescription | None, events: Iterable[Event]) -> dict[str, str]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pxrs.errors import LogError, NoDirectory, PxrsError, ReadFailed, UnknownTopic
+from pxrs.group.readables import Listing
 from pxrs.log.contract import Bounds, DamagedTopic, Log, TopicLog
 from pxrs.model import Topic
 
 LIST_S: Final = 2.0
-LOOK_S: Final = 0.1
+LOOK_S: Final = 0.05
 RATE_S: Final = 10.0
 """Rates are averages over this time, or over the time since the last look if that is longer."""
 WARM_S: Final = 15.0
@@ -40,8 +41,10 @@ class Glanced:
         """Why the last look failed."""
         self.changes = 0
         """Rises whenever `found` or `error` changes."""
-        self.samples: deque[tuple[float, tuple[int, ...]]] = deque()
-        """The time (`time.monotonic`) and the ends of the looks within `RATE_S`, and of the last one before."""
+        self.messages: int | None = None
+        """How many messages `found` has in all."""
+        self.samples: deque[tuple[float, tuple[Bounds, ...]]] = deque()
+        """The time (`time.monotonic`) and the bounds of the looks within `RATE_S`, and of the last one before."""
         self.warm_until = 0.0
 
     def bounds(self, partitions: Iterable[int]) -> Mapping[int, Bounds]:
@@ -58,13 +61,16 @@ class Glanced:
             found, error = tuple(self.log.glance()), None
         except PxrsError as failure:
             found, error = None, failure
-        if found != self.found or str(error) != str(self.error):
+        if found == self.found:
+            found = self.found  # the same object as in the sample before, so that `rates` sees at once that it is
+        if found is not self.found or str(error) != str(self.error):
             if self.changes:
                 self.warm_until = now + WARM_S
             self.changes += 1
+            self.messages = None if found is None else sum(each.end - each.start for each in found)
         self.found, self.error = found, error
         if found is not None:
-            self.samples.append((now, tuple(each.end for each in found)))
+            self.samples.append((now, found))
             while len(self.samples) > 2 and self.samples[1][0] < now - RATE_S:
                 self.samples.popleft()
 
@@ -73,8 +79,10 @@ class Glanced:
         if len(self.samples) < 2:
             return None
         (began, before), (now, after) = self.samples[0], self.samples[-1]
+        if before is after:
+            return [0.0] * self.partitions
         span = max(now - began, 1e-9)
-        return [max(0.0, (new - old) / span) for old, new in zip(before, after, strict=True)]
+        return [max(0.0, (new.end - old.end) / span) for old, new in zip(before, after, strict=True)]
 
 
 @dataclass(slots=True)
@@ -86,7 +94,9 @@ class TopicBook:
     by_id: dict[str, Glanced] = field(default_factory=dict)
     damaged: list[DamagedTopic] = field(default_factory=list)
     listed: int = 0
-    """Rises whenever a topic was created or deleted."""
+    """Rises whenever a topic was created or deleted, or became damaged."""
+    listing: Listing = field(default_factory=lambda: Listing({}, {}))
+    """`by_name` and `damaged` by id."""
     _list: list[Topic] = field(default_factory=list)
     _list_again: float = 0.0
     _cursor: int = 0
@@ -113,11 +123,12 @@ class TopicBook:
 
     def _read_list(self) -> None:
         try:
-            found = self.log.topics()
-            self.damaged = list(self.log.damaged_topics())
+            found, damaged = self.log.topics(), list(self.log.damaged_topics())
         except NoDirectory:
-            found = []
-        if [(topic.name, topic.id) for topic in found] == [(topic.name, topic.id) for topic in self._list]:
+            found, damaged = [], []
+        is_same = _identities(found, damaged) == _identities(self._list, self.damaged)
+        self.damaged = damaged
+        if is_same:
             if found != self._list:  # a setting was altered
                 self._list = found
                 for topic in found:
@@ -137,6 +148,7 @@ class TopicBook:
                 continue
         self.by_name, self.by_id = kept, {each.id: each for each in kept.values()}
         self._list = [each.topic for each in kept.values()]
+        self.listing = Listing.of(self)
 
     def ask_for(self, name: str, now: float) -> Glanced:
         """The topic, looked at now and for a while at every refresh. Raises UnknownTopic."""
@@ -164,3 +176,7 @@ class TopicBook:
         if found is None:
             raise UnknownTopic(name, [])
         return found
+
+
+def _identities(topics: Iterable[Topic], damaged: Iterable[DamagedTopic]) -> list[tuple[str, str | None]]:
+    return [*((each.name, each.id) for each in topics), *((each.name, each.id) for each in damaged)]

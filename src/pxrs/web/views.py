@@ -7,10 +7,11 @@ Each view is a dictionary of plain values; the scripts of the page show all text
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from pxrs.attention import Attention, of_group, of_queue
 from pxrs.group.description import GroupDescription, PartitionDescription
 from pxrs.queue.states import ItemState
 from pxrs.web import browse, queues
@@ -23,8 +24,10 @@ from pxrs.web.timeline import timeline
 from pxrs.web.topics import Glanced
 
 ATTENTION_MAX: Final = 100
-STALE_S: Final = 300.0
-"""A partition with a lag whose checkpoint is older than this needs attention, and so does a member-less group."""
+ROWS_MAX: Final = 1_000
+"""How many partitions the page of a topic or a group shows: a browser cannot show tens of thousands every second."""
+TRACEBACKS_MAX: Final = 50
+"""Of how many paused partitions the page of a group has the traceback."""
 
 
 def status(observer: Observer) -> dict[str, Any]:
@@ -47,7 +50,10 @@ def overview(observer: Observer) -> dict[str, Any]:
     damaged = [{"topic": each.name, "error": str(each.error)} for each in observer.topics.damaged]
     return {
         **status(observer),
-        "attention": sorted(_attention(observer, groups, found, now), key=lambda each: each["level"])[:ATTENTION_MAX],
+        "attention": [
+            {"level": "bad" if each.is_urgent else "warn", "kind": each.kind, "name": each.name, "text": each.text}
+            for each in sorted(_attention(observer, groups, found, now), key=lambda each: not each.is_urgent)
+        ][:ATTENTION_MAX],
         "topics": topics,
         "damaged_topics": damaged,
         "groups": groups,
@@ -58,36 +64,31 @@ def overview(observer: Observer) -> dict[str, Any]:
 
 def _attention(
     observer: Observer, groups: list[dict[str, Any]], found: list[dict[str, Any]], now: float
-) -> Iterator[dict[str, Any]]:
-    """What somebody should look at, the most urgent first."""
+) -> Iterator[Attention]:
+    """What somebody should look at: by the rules of `pxrs.attention`, and what could not be read."""
     for each in observer.topics.damaged:
-        yield {"level": "bad", "kind": "topic", "name": each.name, "text": f"damaged: {each.error}"}
+        yield Attention(True, "topic", each.name, f"damaged: {each.error}")
     for topic in observer.topics.by_name.values():
         if topic.error is not None:
-            yield {"level": "bad", "kind": "topic", "name": topic.name, "text": f"cannot be read: {topic.error}"}
+            yield Attention(True, "topic", topic.name, f"cannot be read: {topic.error}")
     for problem in (*observer.queues.problems, *observer.queries.problems):
-        yield {"level": "bad", "kind": "hub", "name": "", "text": problem}
+        yield Attention(True, "hub", "", problem)
     for row in groups:
-        name = row["group"]
         if row["error"]:
-            yield {"level": "bad", "kind": "group", "name": name, "text": row["error"]}
-        if row["paused"]:
-            text = f"{row['paused']} of {row['partitions']} partitions paused by a message that failed"
-            yield {"level": "bad", "kind": "group", "name": name, "text": text}
-        if row["lag"] and not row["members"]:
-            yield {"level": "warn", "kind": "group", "name": name, "text": f"lag {row['lag']:,} and no members"}
-        elif row["unowned"] and row["members"]:
-            text = f"{row['unowned']} of {row['partitions']} partitions have no owner"
-            yield {"level": "warn", "kind": "group", "name": name, "text": text}
-        elif row["lag"] and row["oldest_checkpoint"] and now - row["oldest_checkpoint"] > STALE_S:
-            text = f"a partition with a lag has had no checkpoint for {now - row['oldest_checkpoint']:,.0f} s"
-            yield {"level": "warn", "kind": "group", "name": name, "text": text}
-        if row["lag_problem"]:
-            yield {"level": "warn", "kind": "group", "name": name, "text": row["lag_problem"]}
+            yield Attention(True, "group", row["group"], row["error"])
+        oldest = row["oldest_checkpoint"]
+        yield from of_group(
+            row["group"],
+            members=row["members"],
+            partitions=row["partitions"],
+            lag=row["lag"],
+            paused=row["paused"],
+            unowned=row["unowned"],
+            stale_s=None if oldest is None else now - oldest,
+            problem=row["lag_problem"],
+        )
     for row in found:
-        if row["dead"]:
-            text = f"{row['dead']:,} dead letter{'s' if row['dead'] != 1 else ''}"
-            yield {"level": "bad", "kind": "queue", "name": row["queue"], "text": text}
+        yield from of_queue(row["queue"], row["dead"], is_exact=row["dead"] < queues.COUNT_MAX)
 
 
 # Topics.
@@ -98,7 +99,7 @@ def _topic_row(topic: Glanced) -> dict[str, Any]:
     return {
         "topic": topic.name,
         "partitions": topic.partitions,
-        "messages": None if topic.found is None else sum(each.end - each.start for each in topic.found),
+        "messages": topic.messages,
         "rate": None if rates is None else sum(rates),
         "problem": None if topic.error is None else str(topic.error),
     }
@@ -124,7 +125,7 @@ def topic(observer: Observer, name: str) -> dict[str, Any]:
                 "bytes": None if sizes is None else sizes[number],
                 "rate": None if rates is None else rates[number],
             }
-            for number, each in enumerate(bounds)
+            for number, each in enumerate(bounds[:ROWS_MAX])
         ],
         "readers": [
             {
@@ -185,15 +186,26 @@ def described(found: GroupDescription) -> dict[str, Any]:
             {**asdict(each), "topics": list(each.topics), "is_leader": each.incarnation == found.leader}
             for each in found.members
         ],
-        "rows": [_partition_row(each) for each in found.partitions],
+        "partitions": len(found.partitions),
+        "paused": sum(each.paused is not None for each in found.partitions),
+        "unowned": sum(not each.is_owner_there for each in found.partitions),
+        "rows": _partition_rows(found.partitions),
         "topics": [asdict(each) for each in found.topics],
     }
 
 
-def _partition_row(row: PartitionDescription) -> dict[str, Any]:
-    fields = asdict(row)
-    fields["paused"] = None if row.paused is None else {**asdict(row.paused), "failure": None}
-    return fields
+def _partition_rows(rows: Sequence[PartitionDescription]) -> list[dict[str, Any]]:
+    """At most `ROWS_MAX`, in their order: those that are paused, without an owner, or have the most lag."""
+    if len(rows) > ROWS_MAX:
+        urgent = sorted(rows, key=lambda each: (each.paused is None, each.is_owner_there, -(each.lag or 0)))[:ROWS_MAX]
+        chosen = {(each.topic_id, each.partition) for each in urgent}
+        rows = [each for each in rows if (each.topic_id, each.partition) in chosen]
+    found = [asdict(each) for each in rows]
+    for at, paused in enumerate(fields["paused"] for fields in found if fields["paused"] is not None):
+        paused["failure"] = None
+        if at >= TRACEBACKS_MAX:
+            paused["traceback"] = ""
+    return found
 
 
 def group_timeline(observer: Observer, name: str, hours: float | None) -> dict[str, Any]:
@@ -287,7 +299,7 @@ def _query_row(observer: Observer, query: SeenQuery) -> dict[str, Any]:
             {
                 "topic": by_id[id].name if id in by_id else id,
                 "is_there": id in by_id,
-                "messages": sum(each.end - each.start for each in (by_id[id].found or ())) if id in by_id else None,
+                "messages": by_id[id].messages if id in by_id else None,
             }
             for id in query.writes
         ],

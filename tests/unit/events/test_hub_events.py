@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pxrs
 from pxrs.errors import Closed, InvalidArgument, InvalidTopic, UnknownTopic
-from pxrs.events import Event
+from pxrs.events import Event, storing
 from pxrs.events.recording import user
+from pxrs.testing.waiting import aside
 
 WAIT_S = 20.0
 
@@ -107,6 +109,49 @@ def test_an_event_makes_no_hub_where_there_is_none(tmp_path: Path) -> None:
 def test_a_wrong_since_is_refused(since: object) -> None:
     with pxrs.open("memory:") as hub, pytest.raises(InvalidArgument, match="since is"):
         hub.events(since=since)  # type: ignore[arg-type]
+
+
+def test_events_are_kept_for_a_week_and_the_audit_for_a_year_and_survives_a_power_loss(at: str) -> None:
+    with pxrs.open(at) as hub:
+        hub.create_topic("orders", partitions=1)
+        hub.parts.events.record("member.joined", group="g", member="m")
+        assert hub.parts.events.flush(WAIT_S)
+        found = {each.name: each for each in hub.topics(internal=True)}
+    kept = {name: (each.durability, each.retention_s, each.retention_bytes) for name, each in found.items()}
+    assert kept["_events"] == ("os", 7 * 86_400, 64 << 20)
+    assert kept["_audit"] == ("disk", 365 * 86_400, 64 << 20)
+
+
+def test_who_records_events_also_removes_old_ones_in_a_hub_without_upkeep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RETAIN_S": 0.0, "RETENTION_BYTES": 1, "SEGMENT_BYTES": 4_096}.items():
+        monkeypatch.setattr(storing, name, value)
+    with pxrs.open(tmp_path / "hub", upkeep=False) as hub:
+        hub.create_topic("orders", partitions=1)
+        for _ in range(5):
+            hub.parts.events.record("member.failed", group="g", member="m", error="x" * 5_000)
+            assert hub.parts.events.flush(WAIT_S)
+        assert hub.topic("_events").start(0) > 0
+
+
+def test_who_follows_goes_on_with_the_topic_that_is_made_again(at: str) -> None:
+    with pxrs.open(at) as hub:
+        hub.create_topic("orders", partitions=1)
+        following = hub.audit(follow=True)
+        assert next(following).fields["topic"] == "orders"
+        coming = aside(lambda: next(following))
+        hub.delete_topic("_audit")
+        assert coming.result(20).name == "audit.delete_topic"
+
+
+@pytest.mark.parametrize("action", ["", "Deploy", "a.b", "x" * 60, 7])
+def test_an_action_that_no_server_would_take_is_refused_at_once(action: Any) -> None:
+    with pxrs.open("memory:") as hub:
+        with pytest.raises(InvalidArgument, match="action"):
+            hub.record_audit(action)
+        hub.record_audit("rolled_out", version=2)
+        assert [each.fields["version"] for each in hub.audit()] == [2]
 
 
 def test_the_topic_of_events_may_be_deleted_and_is_made_again(at: str) -> None:

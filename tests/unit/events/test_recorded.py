@@ -115,6 +115,49 @@ def test_a_member_whose_lease_has_ended(hub: Hub) -> None:
         eventually(lambda: len(found(hub, "member.joined")) == 2)
 
 
+def test_a_member_whose_handler_makes_no_progress_and_one_that_ends_because_of_an_error(hub: Hub) -> None:
+    send(hub)
+    with hub.consumer("t", "slow", name="anna", progress_timeout=0.05, on_error="raise") as anna:
+
+        def wait(message: Message) -> None:
+            eventually(lambda: found(hub, "member.stuck"))
+            anna.stop()
+
+        anna.run(wait)
+    (stuck,) = found(hub, "member.stuck")
+    assert (stuck["group"], stuck["member"], stuck["seconds"]) == ("slow", "anna", 0.05)
+
+    def refuse(assigned: object) -> None:
+        raise ValueError("not these")
+
+    with pytest.raises(ValueError, match="not these"), hub.consumer("t", "g", name="bert", on_assigned=refuse) as bert:
+        next(iter(bert))
+    (failed,) = found(hub, "member.failed")
+    assert (failed["member"], failed["error"], failed["error_type"]) == ("bert", "not these", "ValueError")
+
+
+def test_what_a_handler_of_a_lost_partition_does_is_told_of_the_incarnation_that_owned_it(hub: Hub) -> None:
+    """The member loses its lease and joins again while a handler is at work, which then fails."""
+    send(hub)
+    with hub.consumer("t", "g", name="anna", on_error="retry", retries_max=1, retry_pause=0) as anna:
+
+        def fail_late(message: Message) -> None:
+            if message.epoch == 1:
+                assert anna._member.lease is not None
+                anna._member.lease.close()
+                anna._member.wake()
+                eventually(lambda: len(found(hub, "member.joined")) == 2)
+                fail(message)
+            anna.stop()
+
+        anna.run(fail_late)
+    first, second = (each["incarnation"] for each in found(hub, "member.joined"))
+    (retried,) = found(hub, "message.retried")
+    assert (retried["epoch"], retried["incarnation"]) == (1, first)
+    assert {each["incarnation"] for each in found(hub, "partition.lost")} == {first}
+    assert second != first
+
+
 def test_a_message_that_fails_pauses_its_partition_until_it_is_tried_again_and_skipped(hub: Hub) -> None:
     send(hub)
     with hub.consumer("t", "g", name="anna", on_error="retry", retries_max=1, retry_pause=0) as anna:
@@ -140,6 +183,24 @@ def test_a_dead_letter_of_a_consumer(hub: Hub) -> None:
     with hub.consumer("t", "g", until="end", on_error="dead-letter", dead_letters="dead") as inbox:
         inbox.run(fail)
     assert [each["offset"] for each in found(hub, "message.dead_lettered")] == [0, 1]
+
+
+def test_messages_of_the_topic_of_events_that_fail_make_no_further_events(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a consumer of `_events` whose handler always fails would never come to the end of it."""
+    hub.create_topic("dead", partitions=1)
+    with hub.consumer("t", "g", until="end") as inbox:
+        list(inbox)
+    count = len(list(hub.events(group="g")))
+    with (
+        caplog.at_level("INFO", "pxrs.events.message"),
+        hub.consumer("_events", "watch", until="end", on_error="dead-letter", dead_letters="dead") as inbox,
+    ):
+        inbox.run(fail)
+    assert len(list(hub.topic("dead").messages(0))) >= count
+    assert found(hub, "message.dead_lettered") == []
+    assert [vars(each).get("event") for each in caplog.records].count("message.dead_lettered") >= count
 
 
 def test_items_of_a_queue_that_die_are_put_back_removed_and_returned(hub: Hub) -> None:

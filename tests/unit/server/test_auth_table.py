@@ -140,6 +140,13 @@ def test_w4_a_client_records_only_events_of_what_it_may_change(fields: dict[str,
     assert not may([grant], "events.record", events=[event(**fields), event(group="another")])
 
 
+def test_w4_who_may_read_one_topic_and_write_another_may_record_that_it_copied_the_one_into_the_other() -> None:
+    fields = {"topic": "orders", "target": "copy"}
+    copied = json.dumps({"name": "audit.copy_topic", "at": 0, "fields": fields})
+    assert may(["topic:orders=read", "topic:copy=write"], "events.record", events=[copied])
+    assert not may(["topic:orders=write"], "events.record", events=[copied])
+
+
 def test_w4_internal_topics_are_read_by_name_or_by_readers_of_the_hub_and_written_by_nobody() -> None:
     for grants in (["hub=read"], ["hub=admin"], ["topic:_events=read"]):
         assert may(grants, "DoGet", topic="_events")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,3 +63,13 @@ def post(server: WebServer, path: str, given: object, token: str | None = TOKEN,
     if token is not None:
         own["X_Pxrs_Token"] = token
     return ask(server, "POST", path, json.dumps(given).encode(), **{**own, **headers})
+
+
+def act(server: WebServer, action: str, given: Mapping[str, object], token: str | None = TOKEN) -> Answer:
+    """Have an action shown, then confirm it, as the page does; the first answer that is no success."""
+    shown = post(server, f"/api/actions/{action}/preview", given, token)
+    return shown if shown.status != 200 else confirm(server, action, shown, token)
+
+
+def confirm(server: WebServer, action: str, shown: Answer, token: str | None = TOKEN) -> Answer:
+    return post(server, f"/api/actions/{action}", {"plan": shown.json["plan"], "confirmed": True}, token)

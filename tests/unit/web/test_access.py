@@ -14,7 +14,7 @@ from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.names import HubNames
 from pxrs.web.access import ServerTokens
 from pxrs.web.serving import WebServer
-from tests.unit.web.asking import ask, post
+from tests.unit.web.asking import act, ask, confirm, post
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def test_reading_needs_a_token_that_may_read_the_hub_and_acting_one_that_may_adm
     hub: pxrs.Hub, file: str
 ) -> None:
     admin, reader = token(file, "admin", "hub=admin"), token(file, "reader", "hub=read")
+    second = token(file, "second", "hub=admin")
     limited = token(file, "limited", "topic:orders=read")
     access = ServerTokens(Gate(file, HubNames(hub.topics, hub.registry.get)))
     with WebServer(hub, "127.0.0.1:0", access) as page:
@@ -49,11 +50,14 @@ def test_reading_needs_a_token_that_may_read_the_hub_and_acting_one_that_may_adm
             assert ask(page, "GET", f"/api/{path}", X_Pxrs_Token="pxrs-wrong").status == 401
             assert ask(page, "GET", f"/api/{path}", X_Pxrs_Token=limited).status == 403
             assert ask(page, "GET", f"/api/{path}", X_Pxrs_Token=reader).status == 200
-        given = {"topic": "orders", "confirmed": True}
+        given = {"topic": "orders"}
+        shown = post(page, "/api/actions/delete-topic/preview", given, admin)
+        for sent, status in ((None, 401), ("wrong", 401), (limited, 403), (reader, 403), (second, 400)):
+            assert confirm(page, "delete-topic", shown, sent).status == status, "it was shown to another one"
         for sent, status in ((None, 401), ("wrong", 401), (limited, 403), (reader, 403)):
-            assert post(page, "/api/actions/delete-topic", given, sent).status == status
+            assert act(page, "delete-topic", given, sent).status == status
         assert [topic.name for topic in hub.topics()] == ["orders"]
-        assert post(page, "/api/actions/delete-topic", given, admin).status == 200
+        assert act(page, "delete-topic", given, admin).status == 200
         assert hub.topics() == []
         (event,) = [event for event in hub.audit() if event.name == "audit.act_on_page"]
         assert event.fields["who"].startswith("token ")

@@ -15,7 +15,8 @@ from pxrs.testing.waiting import eventually
 from pxrs.web.access import ActionToken
 from pxrs.web.actions import ACTIONS
 from pxrs.web.serving import WebServer
-from tests.unit.web.asking import TOKEN, get, post, server
+from tests.unit.web import asking
+from tests.unit.web.asking import TOKEN, Answer, get, post, server
 
 
 def fail(message: pxrs.Message) -> None:
@@ -85,16 +86,26 @@ def test_nothing_is_changed_without_the_token_or_the_confirmation(hub: pxrs.Hub,
     assert GIVEN.keys() == ACTIONS.keys()
     before = state(hub)
     for action, given in GIVEN.items():
-        confirmed = {**given, "confirmed": True}
+        plan = post(page, f"/api/actions/{action}/preview", given).json["plan"]
+        confirmed = {**given, "plan": plan, "confirmed": True}
         for token in (None, "", "wrong", TOKEN[:-1], TOKEN.upper()):
             assert post(page, f"/api/actions/{action}", confirmed, token).status == 403
             assert post(page, f"/api/actions/{action}/preview", given, token).status == 403
         assert post(page, f"/api/actions/{action}", confirmed, Origin="http://evil.example").status == 403
         assert post(page, f"/api/actions/{action}", confirmed, Content_Type="text/plain").status == 415
         assert post(page, f"/api/actions/{action}", confirmed, Host="evil.example").status == 421
-        assert post(page, f"/api/actions/{action}", given).status == 400, "it was not confirmed"
-        assert post(page, f"/api/actions/{action}", {"confirmed": True}).status == 400, "nothing is named"
-        assert post(page, f"/api/actions/{action}/preview", given).status == 200
+        for wrong in (
+            {"plan": plan},
+            {"plan": plan, "confirmed": 1},
+            {"confirmed": True},
+            {**given, "confirmed": True},
+        ):
+            assert post(page, f"/api/actions/{action}", wrong).status == 400
+        for plan in ("", "x", [], {}, None, 1, True):
+            assert post(page, f"/api/actions/{action}", {"plan": plan, "confirmed": True}).status == 400
+        for method in ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS"):
+            headers = {"X_Pxrs_Token": TOKEN, "X_HTTP_Method_Override": "POST"}
+            assert asking.ask(page, method, f"/api/actions/{action}?confirmed=true", **headers).status == 405
     assert state(hub) == before
 
 
@@ -108,9 +119,13 @@ def test_a_page_without_a_token_only_shows(hub: pxrs.Hub) -> None:
 
 
 def act(page: WebServer, action: str, **given: object) -> str:
-    answer = post(page, f"/api/actions/{action}", {**GIVEN[action], **given, "confirmed": True})
+    answer = asking.act(page, action, {**GIVEN[action], **given})
     assert answer.status == 200, answer
     return str(answer.json["text"])
+
+
+def preview(page: WebServer, action: str, **given: object) -> Answer:
+    return post(page, f"/api/actions/{action}/preview", {**GIVEN[action], **given})
 
 
 def test_a_paused_partition_is_tried_again(hub: pxrs.Hub, page: WebServer) -> None:
@@ -124,8 +139,7 @@ def test_a_paused_partition_is_tried_again(hub: pxrs.Hub, page: WebServer) -> No
 
 
 def test_a_message_is_skipped_only_if_it_is_the_one_that_was_shown(hub: pxrs.Hub, page: WebServer) -> None:
-    answer = post(page, "/api/actions/skip", {**GIVEN["skip"], "offset": 3, "confirmed": True})
-    assert answer.status == 400
+    assert preview(page, "skip", offset=3).status == 400
     paused = _rows(hub)[0].paused
     assert paused is not None
     assert not paused.skip
@@ -168,7 +182,10 @@ def test_a_group_a_queue_and_a_topic_are_deleted(hub: pxrs.Hub, page: WebServer)
 
 
 def test_each_action_is_in_the_audit(hub: pxrs.Hub, page: WebServer) -> None:
-    for action in ("skip", "retry", "requeue", "purge", "reset", "delete-group", "delete-queue", "delete-topic"):
+    act(page, "skip")
+    act(page, "retry")
+    act(page, "requeue", ids=[item["id"] for item in get(page, "/api/queues/mails/items?state=dead")["items"]][:1])
+    for action in ("purge", "reset", "delete-group", "delete-queue", "delete-topic"):
         act(page, action)
     wanted = ["skip", "retry", "requeue", "purge", "reset", "delete_group", "delete_queue", "delete_topic"]
     found = [event for event in hub.audit() if event.name.removeprefix("audit.") in wanted]

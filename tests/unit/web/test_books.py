@@ -101,7 +101,7 @@ def test_a_new_group_is_found_by_its_events_while_others_change(hub: pxrs.Hub, o
     observer.start()
     look(observer)
     with hub.consumer("orders", "new") as consumer:
-        consumer.poll(timeout=5.0)
+        consumer.poll(timeout=0.0)  # joins; there is nothing to read
         eventually(lambda: "new" in observer.history.groups())
         write(hub, "mail", 0)
         look(observer)
@@ -180,7 +180,7 @@ def fast_folder() -> Iterator[Path]:
 
 def test_200_groups_1000_topics_10000_partitions(fast_folder: Path) -> None:
     """A refresh costs one scan for each group that has changed. `benchmarks.web` measures how long the first look
-    takes; here it must not take many times as long."""
+    takes: about 0.5 s of CPU. Here it must not take many times as long."""
     with pxrs.open(fast_folder / "hub", "memory:", upkeep=False) as hub:
         topics = fill(hub, groups=200, topics=1_000, partitions=10_000)
         began = time.process_time()
@@ -189,7 +189,7 @@ def test_200_groups_1000_topics_10000_partitions(fast_folder: Path) -> None:
         took_s = time.process_time() - began
         assert (len(found["groups"]), len(found["topics"])) == (200, 1_000)
         assert sum(row["partitions"] for row in found["groups"]) == 10_000
-        assert took_s < 10.0
+        assert took_s < 2.0
         for number in range(7):
             key = Keys(f"group-{number * 20:03d}").checkpoint(topics[0].id, 0)
             hub.registry.commit(put={key: Checkpoint(0, time.time(), "m", 2).dump()})

@@ -61,6 +61,14 @@ def test_a_post_must_come_from_the_page_itself() -> None:
     assert refused("POST", *POST, (b"sec-fetch-site", b"same-origin")) is None
 
 
+def test_a_post_may_come_through_a_proxy_with_tls_whose_name_is_allowed() -> None:
+    rest = [each for each in POST if each[0] not in (b"host", b"origin")]
+    host = (b"host", b"pxrs.example")
+    for origin, status in ((b"https://pxrs.example", None), (b"https://pxrs.example:8443", 403), (b"https://x", 403)):
+        assert refused("POST", *rest, host, (b"origin", origin), hosts=("pxrs.example",)) == status
+    assert refused("POST", *rest, HOST, (b"origin", b"https://127.0.0.1:8080"), hosts=("pxrs.example",)) == 403
+
+
 def test_a_post_that_a_form_could_send_is_refused() -> None:
     for kind in (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data; boundary=x", b""):
         headers = [each for each in POST if each[0] != b"content-type"]

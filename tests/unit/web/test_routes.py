@@ -13,6 +13,7 @@ import pytest
 
 import pxrs
 from pxrs.testing.many_groups import add_group
+from pxrs.web import browse
 from pxrs.web.guard import HEADERS
 from pxrs.web.routes import ASSETS
 from pxrs.web.serving import WebServer
@@ -116,6 +117,40 @@ def test_the_last_messages_are_the_newest_of_all_partitions(hub: pxrs.Hub, page:
     assert [row["offset"] for row in found["messages"]] == list(range(20))
     assert found["next"] == {"1": 20}
     hub.delete_topic("uneven")
+
+
+def test_the_last_messages_are_those_before_the_end_also_if_they_are_large(
+    hub: pxrs.Hub, page: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(browse, "READ_BYTES", 100_000)
+    hub.create_topic("large", 1)
+    with hub.producer("large") as out:
+        for _ in range(30):
+            out.send(b"x" * 30_000)
+            out.flush()
+    offsets = [row["offset"] for row in get(page, "/api/topics/large/messages?limit=20")["messages"]]
+    assert offsets
+    assert offsets == list(range(30 - len(offsets), 30))
+    hub.delete_topic("large")
+
+
+def test_a_page_of_a_topic_with_very_many_partitions_reads_some_of_them(hub: pxrs.Hub, page: WebServer) -> None:
+    """Each partition that is read stays open, and costs file descriptors."""
+    hub.create_topic("wide", 200)
+    with hub.producer("wide") as out:
+        for number in range(100, 200):
+            out.send(b"x", partition=number)
+    for query in ("", "offset=0", "time=0"):
+        found = get(page, f"/api/topics/wide/messages?limit=100&{query}")
+        assert [len(found["messages"]), found["left_out"]] == [browse.WHOLE_MAX, 100 - browse.WHOLE_MAX]
+    hub.delete_topic("wide")
+
+
+def test_names_of_groups_that_are_not_there_are_not_remembered(page: WebServer) -> None:
+    for number in range(30):
+        assert ask(page, "GET", f"/api/groups/nobody-{number}").status == 404
+        assert ask(page, "GET", f"/api/groups/nobody-{number}/timeline").status == 404
+    assert list(page.observer.groups.by_name) == ["billing"]
 
 
 def test_a_search_for_a_key_goes_on_where_it_ended(page: WebServer) -> None:

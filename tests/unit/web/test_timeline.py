@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from pxrs.events import Event
 from pxrs.group.description import GroupDescription, PartitionDescription
-from pxrs.web.timeline import timeline
+from pxrs.group.records import Paused
+from pxrs.web import views
+from pxrs.web.timeline import BARS_MAX, EVENTS_MAX, LANES_MAX, MARKS_MAX, timeline
 
 S = 1_000_000
 
@@ -76,3 +79,53 @@ def test_a_refused_checkpoint_and_a_pause_are_marks_and_lines() -> None:
     ]
     assert [line["name"] for line in found["events"]] == ["member.joined", "partition.paused", "partition.refused"]
     assert "<b>a</b>" in found["marks"][0]["text"]
+
+
+def moved(partition: int, at_s: float, epoch: int) -> Event:
+    place = {"group": "g", "topic": "orders", "topic_id": "t", "partition": partition}
+    fields = {**place, "epoch": epoch, "member": f"m{epoch % 7}", "incarnation": f"i{epoch % 7}", "past": []}
+    return Event("partition.handed_over", int(at_s * S), fields)
+
+
+def test_a_picture_of_very_many_changes_is_bounded_and_begins_later() -> None:
+    """10,000 hand-overs of 10 partitions in 1,000 s: the last 200 s or so are shown, without a hole."""
+    events = [moved(number % 10, number / 10, number // 10 + 1) for number in range(10_000)]
+    found = timeline(None, {}, events, 0, 1_000 * S)
+    assert sum(len(row["bars"]) for row in found["rows"]) <= BARS_MAX + len(found["rows"])
+    assert (len(found["marks"]), len(found["events"])) == (MARKS_MAX, EVENTS_MAX)
+    assert found["since"] == 800
+    for row in found["rows"]:
+        assert (row["bars"][0]["from"], row["bars"][-1]["to"]) == (800, 1_000)
+        assert all(one["to"] == next["from"] for one, next in pairwise(row["bars"]))
+
+
+def test_a_picture_has_the_partitions_with_the_newest_changes() -> None:
+    events = [moved(number, number, 1) for number in range(1_500)]
+    found = timeline(None, {}, events, 0, 2_000 * S)
+    assert [row["partition"] for row in found["rows"]] == list(range(1_500 - LANES_MAX, 1_500))
+    assert found["partitions"] == 1_500
+
+
+def test_a_change_on_a_machine_whose_clock_is_ahead_ends_no_bar_before_it_begins() -> None:
+    events = [change("claimed", 10, 1, "a"), change("handed_over", 90, 2, "b"), change("handed_over", 30, 3, "c")]
+    found = timeline(described(3, "c"), {}, events, 0, 40 * S)
+    assert all(bar["from"] <= bar["to"] for row in found["rows"] for bar in row["bars"])
+    assert [bar["epoch"] for row in found["rows"] for bar in row["bars"]] == [1, 2, 3]
+
+
+def test_a_group_of_very_many_partitions_is_shown_by_those_that_need_attention() -> None:
+    paused = Paused(3, "ValueError: no", traceback="where", failure="f")
+    rows = [
+        PartitionDescription(
+            *("orders", "t", number, "i", "m", number != 2_300, "i", 1, 0, 1.0, "m", 0, number, number, True),
+            paused if number in (7, 2_400) else None,
+        )
+        for number in range(2_500)
+    ]
+    found = views.described(GroupDescription("g", 1, None, (), tuple(rows), ()))
+    assert (found["partitions"], found["paused"], found["unowned"]) == (2_500, 2, 1)
+    assert len(found["rows"]) == views.ROWS_MAX
+    shown = [row["partition"] for row in found["rows"]]
+    assert shown == sorted(shown)
+    assert {7, 2_300, 2_400, 2_499, 1_600} <= set(shown)
+    assert found["rows"][0]["paused"]["traceback"] == "where"

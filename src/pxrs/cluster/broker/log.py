@@ -122,7 +122,11 @@ class ClusterLog(Log):
         return []
 
     def topic(self, name: str) -> TopicLog:
-        return ClusterTopic(self._record(name)[0], self)
+        """From what this broker has last seen, if the topic is there: every call of a client comes by here, and must
+        not wait for the registry, which may be away. A topic that was deleted meanwhile has no owners any more."""
+        self.check_usable()
+        known = self.broker.view.seen.topics.get(name)
+        return ClusterTopic(self._record(name)[0] if known is None else known[0], self)
 
     def _record(self, name: str) -> tuple[TopicRecord, int]:
         self.check_usable()

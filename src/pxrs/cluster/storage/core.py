@@ -140,24 +140,24 @@ class MemoryIndex:
     """An EntryIndex for tests and simulations."""
 
     def __init__(self) -> None:
-        self._heads: dict[int, EntryHead] = {}
+        self.heads: dict[int, EntryHead] = {}
         self.last = -1
 
     def __contains__(self, entry: object) -> bool:
-        return entry in self._heads
+        return entry in self.heads
 
     def __len__(self) -> int:
-        return len(self._heads)
+        return len(self.heads)
 
     def add(self, entry: int, head: EntryHead) -> None:
-        self._heads[entry] = head
+        self.heads[entry] = head
         self.last = max(self.last, entry)
 
     def checksum(self, entry: int) -> int:
-        return self._heads[entry].checksum
+        return self.heads[entry].checksum
 
     def after(self, entry: int, limit: int) -> list[int]:
-        return sorted(each for each in self._heads if each > entry)[:limit]
+        return sorted(each for each in self.heads if each > entry)[:limit]
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.log.contract import DamagedTopic, Log, TopicLog
-from pxrs.log.directory.description import META, look_up, write_topic
+from pxrs.log.directory.description import META, Descriptions, look_up, write_topic
 from pxrs.log.directory.opened_directory import OpenedDirectory
 from pxrs.log.directory.tailing import Tailer
 from pxrs.log.directory.topic import DirectoryTopic
@@ -58,6 +58,7 @@ class DirectoryLog(Log):
         self.url, self.folder, self.own_registry = str(self._root), self._root, self._root / "registry"
         self._place = OpenedDirectory(self._root)
         self._names = TopicNames(self._root, timeout)
+        self._descriptions = Descriptions()
         self._timeout = timeout
         self._tailer = Tailer()
         self._lock = threading.Lock()
@@ -102,7 +103,7 @@ class DirectoryLog(Log):
         return created
 
     def _exists(self, name: str) -> TopicExists:
-        found = look_up(self._names.links, name)
+        found = self._look_up(name)
         if isinstance(found, DamagedTopic):
             return TopicExists(f"there is a topic {name!r} already, and it is damaged: delete it first ({found.error})")
         return TopicExists(f"there is a topic {name!r} already")
@@ -127,7 +128,8 @@ class DirectoryLog(Log):
                 names = sorted(os.listdir(self._names.links))
             except FileNotFoundError:
                 return []
-            found = [look_up(self._names.links, name) for name in names if STORED_TOPIC_NAME.fullmatch(name)]
+            found = [self._look_up(name) for name in names if STORED_TOPIC_NAME.fullmatch(name)]
+        self._descriptions.keep_only({each.id or "" for each in found if each is not None})
         damaged = {each.name: each for each in found if isinstance(each, DamagedTopic)}
         for name, each in damaged.items():
             if name not in self._logged_as_damaged:
@@ -135,13 +137,16 @@ class DirectoryLog(Log):
         self._logged_as_damaged = set(damaged)
         return [each for each in found if each is not None]
 
+    def _look_up(self, name: str) -> Topic | DamagedTopic | None:
+        return look_up(self._names.links, name, self._descriptions)
+
     def topic(self, name: str) -> TopicLog:
         return self._topic(name)
 
     def _topic(self, name: str) -> DirectoryTopic:
         self._check_usable()
         with self._os_errors():
-            found = look_up(self._names.links, name) if STORED_TOPIC_NAME.fullmatch(name) else None
+            found = self._look_up(name) if STORED_TOPIC_NAME.fullmatch(name) else None
         if found is None:
             raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
         if isinstance(found, DamagedTopic):
@@ -183,7 +188,7 @@ class DirectoryLog(Log):
     def delete_topic(self, name: str) -> str:
         self._check_usable()
         with self._os_errors():
-            found = look_up(self._names.links, name) if STORED_TOPIC_NAME.fullmatch(name) else None
+            found = self._look_up(name) if STORED_TOPIC_NAME.fullmatch(name) else None
             if found is None:
                 raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
             try:

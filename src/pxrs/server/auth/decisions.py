@@ -117,11 +117,14 @@ def _record(grants: Grants, names: Names, call: str, arguments: Arguments) -> bo
 
 def _may_record(grants: Grants, text: str) -> bool:
     try:
-        fields = wire.loads(text.encode()).get("fields")
+        event = wire.loads(text.encode())
+        fields = event.get("fields")
     except (ValueError, RecursionError):
         return True  # the call refuses it with an error that says why
     if not isinstance(fields, dict):
         return True
+    if event.get("name") == "audit.copy_topic":  # its `topic` was only read
+        fields = {"topic": fields.get("target")}
     for kind, actions in (("group", ("member",)), ("queue", ("put",)), ("topic", ("write", "admin"))):
         name = fields.get(kind)
         if isinstance(name, str):

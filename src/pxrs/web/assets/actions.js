@@ -1,5 +1,5 @@
 // Actions: ask for the token once, show what the action would do, do it after a confirmation.
-import { count, h, table } from "./dom.js";
+import { count, h, instant, table } from "./dom.js";
 
 const dialog = document.getElementById("dialog");
 const NAMES = { retry: "Retry", skip: "Skip", reset: "Reset", "delete-group": "Delete the group", requeue: "Put back", purge: "Remove for good", "delete-queue": "Delete the queue", "delete-topic": "Delete the topic" };
@@ -48,15 +48,15 @@ export async function begin(action, given, state, refresh) {
     if (action === "reset" && !given.to) {
       const chosen = await ask(`Reset group ${given.group}`, resetFields(given), "Show what it would do", false);
       if (!chosen) return;
-      given = { group: given.group, to: position(chosen), force: true };
+      given = { group: given.group, to: position(chosen) };
       if (chosen.elements.topic.value) given.topic = chosen.elements.topic.value;
     }
     if (token === null && !(await askToken("The token for actions that this page was started with"))) return;
     const preview = await post(`/api/actions/${action}/preview`, given, state);
     const rows = preview.rows.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` }));
-    const detail = rows.length ? table("What would be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows) : null;
+    const detail = rows.length ? table("What would be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows, "", false, preview.row_count) : null;
     if (!(await ask(NAMES[action], [h("p", { id: "preview" }, preview.text), detail], NAMES[action], DANGEROUS.has(action)))) return;
-    const done = await post(`/api/actions/${action}`, { ...given, confirmed: true }, state);
+    const done = await post(`/api/actions/${action}`, { plan: preview.plan, confirmed: true }, state);
     state.told = h("p", { class: "done", role: "status", "data-key": "told" }, done.text);
     if (action.startsWith("delete-")) location.hash = "#/";
   } catch (error) {
@@ -68,7 +68,7 @@ export async function begin(action, given, state, refresh) {
 function resetFields(given) {
   return h("div", { class: "bar" },
     h("label", null, "To", h("select", { name: "to" }, ["earliest", "latest", "offset", "time"].map((each) => h("option", null, each)))),
-    h("label", null, "Offset, or time (your zone)", h("input", { name: "at", placeholder: "120 or 2026-01-31T12:00" })),
+    h("label", null, "Offset, or time (UTC)", h("input", { name: "at", placeholder: "120 or 2026-01-31T12:00" })),
     h("label", null, "Topic", h("select", { name: "topic" }, h("option", { value: "" }, "all"), (given.topics || []).map((each) => h("option", null, each)))));
 }
 
@@ -76,6 +76,6 @@ function position(form) {
   const { to, at } = form.elements;
   if (to.value === "offset") return at.value.trim();
   if (to.value !== "time") return to.value;
-  const found = new Date(at.value);
-  return Number.isNaN(found.getTime()) ? at.value : found.toISOString();
+  const found = instant(at.value);
+  return Number.isNaN(found) ? at.value : new Date(found).toISOString();
 }

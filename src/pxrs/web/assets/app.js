@@ -33,7 +33,7 @@ function route() {
   const [kind = "", name = ""] = location.hash.replace(/^#\/?/, "").split("/");
   let decoded = "";
   try { decoded = decodeURIComponent(name); } catch { /* a name that nobody has */ }
-  state.kind = kind in PAGES && kind !== "overview" ? kind : "overview";
+  state.kind = Object.hasOwn(PAGES, kind) && kind !== "overview" ? kind : "overview";
   Object.assign(state, { page: PAGES[state.kind], name: decoded, data: null, local: {}, told: null });
   state.page.begin?.(state, refresh);
   document.title = decoded ? `${decoded} – pxrs` : "pxrs";

@@ -43,17 +43,21 @@ export function morph(old, fresh) {
 const key = (node) => (node.nodeType === Node.ELEMENT_NODE ? node.getAttribute("data-key") : null);
 
 // columns: [title, is a number, function of a row that gives the content]
-export function table(caption, columns, rows, empty = "Nothing here.") {
+// total: how many rows there are, if not all of them are given.
+// stacks: on a narrow screen each row is a list of its cells, with the titles of the columns.
+export function table(caption, columns, rows, empty = "Nothing here.", stacks = false, total = 0) {
   if (!rows.length) return h("p", { class: "body quiet" }, empty);
   const head = h("tr", null, columns.map(([title, number]) => h("th", { scope: "col", class: number ? "number" : null }, title)));
-  const body = rows.map((row, at) => h("tr", { "data-key": row.key ?? at }, columns.map(([, number, content, kind]) => h("td", { class: kind || (number ? "number" : null) }, content(row)))));
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, h("table", { "aria-label": caption }, h("thead", null, head), h("tbody", null, body)));
+  const body = rows.map((row, at) => h("tr", { "data-key": row.key ?? at }, columns.map(([title, number, content, kind]) => h("td", { class: kind || (number ? "number" : null), "data-title": stacks ? title : null }, stacks ? h("div", null, content(row)) : content(row)))));
+  const cut = total > rows.length ? h("p", { class: "body quiet" }, `${count(rows.length)} of ${count(total)} are shown.`) : null;
+  const shown = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, h("table", { "aria-label": caption, class: stacks ? "stacks" : null }, h("thead", null, head), h("tbody", null, body)));
+  return cut ? [shown, cut] : shown;
 }
 
 export const card = (title, body, ...tools) => h("section", { class: "card" }, h("div", { class: "head" }, h("h2", null, title), ...tools), body);
 export const tile = (name, value, level) => h("dl", { class: `tile ${level ? `is-${level}` : ""}` }, h("dt", null, name), h("dd", null, value));
 export const pill = (text, level) => h("span", { class: `pill ${level || ""}` }, text);
-export const link = (kind, name) => h("a", { href: `#/${kind}/${encodeURIComponent(name)}` }, name);
+export const link = (kind, name) => h("a", { href: `#/${kind}/${encodeURIComponent(name.toWellFormed())}` }, name);
 export const facts = (pairs) => h("dl", { class: "facts" }, Object.entries(pairs).map(([name, value]) => [h("dt", null, name.replaceAll("_", " ")), h("dd", null, value === null || value === undefined ? "–" : String(value))]));
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
@@ -72,9 +76,10 @@ export function span(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 0) seconds = 0;
   if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
   if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
-  return `${whole.format(Math.floor(seconds / 86400))} d`;
+  const hours = Math.floor((seconds % 86400) / 3600);
+  return `${whole.format(Math.floor(seconds / 86400))} d${hours ? ` ${hours} h` : ""}`;
 }
 export const ago = (now, when) => (when ? `${span(now - when)} ago` : "–");
 export function moment(seconds) {
@@ -106,10 +111,34 @@ export function written(raw, view, whole) {
   }
   if (view === "text") return text;
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    JSON.parse(text);
   } catch {
     return text;
   }
+  return indented(text);
+}
+
+// JSON with line breaks, and otherwise as it is: to parse and to write it again would round large numbers.
+const TOKENS = /"(?:\\.|[^"\\])*"|[{}[\],:]|[^\s"{}[\],:]+/g, DEPTH_MAX = 50;
+export function indented(text) {
+  const tokens = text.match(TOKENS) || [], lines = [];
+  let line = "", depth = 0;
+  const end = () => { lines.push(line); line = "  ".repeat(depth); };
+  for (const [at, token] of tokens.entries()) {
+    const last = tokens[at - 1], empty = (token === "}" || token === "]") && (last === "{" || last === "[");
+    if ((token === "}" || token === "]") && !empty) { depth -= 1; end(); }
+    if ((last === "{" || last === "[") && !empty) { depth += 1; end(); }
+    if (depth > DEPTH_MAX) return text;
+    line += token === ":" ? ": " : token;
+    if (token === ",") end();
+  }
+  return [...lines, line].join("\n");
+}
+
+// A time as somebody types it, in milliseconds since 1970: without a zone it is in UTC, as are all times of the page.
+export function instant(text) {
+  const given = text.trim().replace(" ", "T");
+  return new Date(/^\d{4}-\d\d-\d\dT[\d:.]+$/.test(given) ? `${given}Z` : text.trim()).getTime();
 }
 
 function hex(raw) {

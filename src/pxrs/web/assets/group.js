@@ -3,7 +3,7 @@ import { button } from "./actions.js";
 import { ago, card, colours, count, h, lag, link, moment, pill, table, tile } from "./dom.js";
 import { picture } from "./timeline.js";
 
-const MEMBERS_SHOWN = 12;
+const MEMBERS_SHOWN = 12, PAUSED_SHOWN = 20;
 
 export function begin(state) { state.local = { hours: "" }; }
 export async function load(state, get) {
@@ -16,15 +16,14 @@ export function clicked(target, state, { refresh }) {
 }
 
 export function render(state) {
-  const found = state.data, paused = found.rows.filter((row) => row.paused);
+  const found = state.data, paused = found.rows.filter((row) => row.paused).slice(0, PAUSED_SHOWN);
   const colour = colours([...found.members.map((each) => each.incarnation), ...found.timeline.rows.flatMap((row) => row.bars.map((bar) => bar.incarnation))]);
-  const unowned = found.rows.filter((row) => !row.is_owner_there).length;
-  const actions = [button(state, "reset", { group: found.group, topics: found.topics.map((each) => each.topic) }), button(state, "delete-group", { group: found.group, force: true })];
+  const actions = [button(state, "reset", { group: found.group, topics: found.topics.map((each) => each.topic) }), button(state, "delete-group", { group: found.group })];
   return [
     h("h1", { "data-shown": true }, h("small", null, "group"), found.group),
     found.lag_problem && h("p", { class: "problem" }, found.lag_problem),
-    h("div", { class: "tiles" }, tile("members", count(found.members.length)), tile("partitions", count(found.rows.length)), tile("lag", lag(found.lag, found.is_lag_exact)), tile("generation", count(found.generation)), tile("without owner", count(unowned), unowned && found.members.length ? "warn" : ""), tile("paused", count(paused.length), paused.length ? "bad" : "")),
-    paused.length ? card("Paused partitions", h("div", { class: "body", id: "paused" }, paused.map((row) => pausedRow(state, row, paused.length === 1)))) : null,
+    h("div", { class: "tiles" }, tile("members", count(found.members.length)), tile("partitions", count(found.partitions)), tile("lag", lag(found.lag, found.is_lag_exact)), tile("generation", count(found.generation)), tile("without owner", count(found.unowned), found.unowned && found.members.length ? "warn" : ""), tile("paused", count(found.paused), found.paused ? "bad" : "")),
+    paused.length ? card(found.paused > paused.length ? `Paused partitions: ${paused.length} of ${count(found.paused)}` : "Paused partitions", h("div", { class: "body", id: "paused" }, paused.map((row) => pausedRow(state, row, paused.length === 1)))) : null,
     card("Timeline of ownership", h("div", { class: "body", id: "timeline" }, found.events_problem && h("p", { class: "problem" }, `The events are not known: ${found.events_problem}`), picture(found, colour)), h("div", { class: "bar", role: "group", "aria-label": "How far back" }, [["", "all"], ["0.25", "15 min"], ["1", "1 h"], ["6", "6 h"]].map(([hours, text]) => h("button", { type: "button", "data-do": "hours", "data-hours": hours, "aria-pressed": String(state.local.hours === hours) }, text)))),
     card("Ownership", ownership(found, colour), h("div", { class: "bar" }, actions)),
     card("Members", table("Members", [["member", false, (row) => [h("span", { class: `swatch ${colour(row.incarnation)}` }), row.name, row.is_leader ? [" ", pill("leader")] : null]], ["host", false, (row) => row.host], ["pid", true, (row) => row.pid], ["partitions", true, (row) => count(row.partitions)], ["topics", false, (row) => row.topics.join(", ")], ["joined", false, (row) => ago(found.now, row.since)]], found.members.map((row) => ({ ...row, key: row.incarnation })), "No member is there.")),
@@ -39,7 +38,7 @@ function ownership(found, colour) {
   for (const member of members) columns.push([member.name, false, (row) => owned(row, member, colour), "cell"]);
   if (found.members.length > members.length || !members.length) columns.push(["owner", false, (row) => (row.owner_name ? (row.is_owner_there ? row.owner_name : `${row.owner_name} (gone)`) : "nobody")]);
   columns.push(["epoch", true, (row) => count(row.epoch)], ["checkpoint", true, (row) => count(row.checkpoint)], ["end", true, (row) => count(row.end)], ["lag", true, (row) => lag(row.lag, row.is_lag_exact)], ["checkpoint written", true, (row) => ago(found.now, row.when)], ["state", false, (row) => stateOf(row)]);
-  return table("Ownership of partitions", columns, found.rows.map((row) => ({ ...row, key: `${row.topic_id}/${row.partition}` })), "The group reads nothing.");
+  return table("Ownership of partitions", columns, found.rows.map((row) => ({ ...row, key: `${row.topic_id}/${row.partition}` })), "The group reads nothing.", false, found.partitions);
 }
 
 function owned(row, member, colour) {
@@ -55,10 +54,10 @@ function stateOf(row) {
 }
 
 function pausedRow(state, row, open) {
-  const given = { group: state.data.group, topic: row.topic, partition: row.partition };
+  const given = { group: state.data.group, topic: row.topic_id, partition: row.partition, offset: row.paused.offset };
   return h("article", { "data-key": `${row.topic_id}/${row.partition}` },
     h("h3", null, `${row.topic}/${row.partition} at offset ${count(row.paused.offset)}`),
     h("p", null, row.paused.error, " ", h("span", { class: "quiet" }, row.paused.by ? `(${row.paused.by}, ${ago(state.data.now, row.paused.when)})` : "")),
     row.paused.traceback ? h("details", { open }, h("summary", null, "Traceback"), h("pre", null, row.paused.traceback)) : null,
-    h("p", { class: "bar" }, button(state, "retry", given), button(state, "skip", { ...given, offset: row.paused.offset })));
+    h("p", { class: "bar" }, button(state, "retry", given), button(state, "skip", given)));
 }

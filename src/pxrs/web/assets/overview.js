@@ -25,13 +25,13 @@ export function render(state) {
         ["group", false, (row) => link("groups", row.group)], ["members", true, (row) => count(row.members)], ["partitions", true, (row) => count(row.partitions)],
         ["lag", true, (row) => lag(row.lag, row.is_lag_exact)], ["state", false, (row) => stateOf(row)], ["checkpoint age", true, (row) => (row.oldest_checkpoint ? span(found.now - row.oldest_checkpoint) : "–")],
       ], cut(groups, "group"), "No group has read anything yet."), more(groups)]),
-      card("Topics", [table("Topics", [
+      h("div", null, card("Topics", [table("Topics", [
         ["topic", false, (row) => link("topics", row.topic)], ["partitions", true, (row) => count(row.partitions)], ["messages", true, (row) => count(row.messages)], ["rate", true, (row) => rate(row.rate)],
       ], cut(topics, "topic"), "No topic was created yet."), more(topics)]),
       card("Queues", [table("Queues", [
         ["queue", false, (row) => link("queues", row.queue)], ["ready", true, (row) => some(row, "ready")], ["in flight", true, (row) => some(row, "in_flight")], ["delayed", true, (row) => some(row, "delayed")],
         ["dead", true, (row) => (row.dead ? pill(some(row, "dead"), "bad") : "0")], ["oldest", true, (row) => span(row.oldest_age_s)],
-      ], cut(queues, "queue"), "No queue was created yet."), more(queues)])),
+      ], cut(queues, "queue"), "No queue was created yet."), more(queues)]))),
   ];
 }
 

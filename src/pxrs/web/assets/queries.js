@@ -17,7 +17,7 @@ export function render(state) {
       ["batch", true, (row) => count(row.batch)], ["rows", true, (row) => count(row.batches.at(-1)?.rows)], ["state", false, (row) => pill(row.state, row.state === "published" ? "good" : "warn")],
       ["committed", true, (row) => ago(state.data.now, row.committed_at)], ["lag", true, (row) => count(row.lag)],
       ["between batches", true, (row) => span(row.batches.findLast((each) => each.took_s !== null)?.took_s)], ["last batches", false, (row) => bars(row.batches)],
-    ], found.map((row) => ({ ...row, key: row.writes.map((each) => each.topic).join() + row.query })), "No query has written to a topic of this hub.")),
+    ], found.map((row) => ({ ...row, key: row.writes.map((each) => each.topic).join() + row.query })), "No query has written to a topic of this hub.", true)),
   ];
 }
 

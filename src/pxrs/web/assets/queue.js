@@ -46,5 +46,5 @@ function list(state, items, isDead) {
   if (state.data.of === "delayed") columns.push(["due", false, (row) => (row.due_at > now ? `in ${span(row.due_at - now)}` : "now")]);
   if (state.data.of === "inflight") columns.push(["taken by", false, (row) => h("code", null, row.taker)]);
   columns.push(["key", false, (row) => brief(row.name, 30)], ["value", false, (row) => shown(row.value, view)]);
-  return [table("Items", columns, items.map((row) => ({ ...row, name: row.key, key: `${row.id}/${view}` })), "No item is in this state."), state.data.listed.is_more ? h("p", { class: "body quiet" }, `The first ${items.length}.`) : null];
+  return [table("Items", columns, items.map((row) => ({ ...row, name: row.key, key: `${row.id}/${view}` })), "No item is in this state.", true), state.data.listed.is_more ? h("p", { class: "body quiet" }, `The first ${items.length}.`) : null];
 }

@@ -1,6 +1,6 @@
 // One topic: its partitions, settings, readers and messages.
 import { button } from "./actions.js";
-import { brief, bytes, card, count, facts, h, lag, link, moment, rate, shown, table, tile } from "./dom.js";
+import { brief, bytes, card, count, facts, h, instant, lag, link, moment, rate, shown, span, table, tile } from "./dom.js";
 
 const VIEWS = ["json", "text", "hex"];
 
@@ -23,7 +23,7 @@ export async function submitted(form, state, { draw, get }) {
   if (partition.value !== "") query.set("partition", partition.value);
   if (how.value === "offset") query.set("offset", what.value || "0");
   if (how.value === "key") query.set("key", what.value);
-  if (how.value === "time") query.set("time", new Date(what.value).getTime() / 1000);
+  if (how.value === "time") query.set("time", instant(what.value) / 1000);
   state.local.query = query.toString();
   await search(state, get);
   draw();
@@ -49,20 +49,26 @@ export function render(state) {
     found.problem && h("p", { class: "problem" }, found.problem),
     h("div", { class: "tiles" }, tile("messages", count(found.messages)), tile("rate", rate(found.rate)), tile("bytes", bytes(found.bytes)), tile("partitions", count(found.partitions)), tile("readers", count(found.readers.length))),
     h("div", { class: "columns" },
-      card("Partitions", table("Partitions", [["partition", true, (row) => row.partition], ["start", true, (row) => count(row.start)], ["end", true, (row) => count(row.end)], ["messages", true, (row) => count(row.end - row.start)], ["bytes", true, (row) => bytes(row.bytes)], ["rate", true, (row) => rate(row.rate)]], found.rows.map((row) => ({ ...row, key: row.partition })))),
+      card("Partitions", table("Partitions", [["partition", true, (row) => row.partition], ["start", true, (row) => count(row.start)], ["end", true, (row) => count(row.end)], ["messages", true, (row) => count(row.end - row.start)], ["bytes", true, (row) => bytes(row.bytes)], ["rate", true, (row) => rate(row.rate)]], found.rows.map((row) => ({ ...row, key: row.partition })), "It has no partition.", false, found.partitions)),
       h("div", null,
         card("Who reads it", table("Readers", [["group", false, (row) => link("groups", row.group)], ["members", true, (row) => count(row.members)], ["lag", true, (row) => lag(row.lag, row.is_lag_exact)]], found.readers.map((row) => ({ ...row, key: row.group })), "No group reads it.")),
         found.queries.length ? card("Written by queries", h("p", { class: "body" }, found.queries.join(", "))) : null,
-        card("Settings", h("div", { class: "body" }, facts(found.settings)), button(state, "delete-topic", { topic: found.topic })))),
+        card("Settings", h("div", { class: "body" }, facts(readable(found.settings))), button(state, "delete-topic", { topic: found.topic })))),
     card("Messages", messages(state), h("div", { class: "bar", role: "group", "aria-label": "View" }, VIEWS.map((view) => h("button", { type: "button", "data-do": "view", "data-view": view, "aria-pressed": String(state.local.view === view) }, view)))),
   ];
+}
+
+// Settings with their units.
+function readable(settings) {
+  const text = (name, value) => (value === null ? null : name.endsWith("_s") ? span(value) : name.endsWith("_bytes") ? bytes(value) : value);
+  return Object.fromEntries(Object.entries(settings).map(([name, value]) => [name.replace(/_s$/, ""), text(name, value)]));
 }
 
 function messages(state) {
   const { found, problem, view } = state.local;
   const form = h("form", { class: "body bar", "data-do": "search", id: "search" },
     h("label", null, "From", h("select", { name: "how" }, [["last", "the last ones"], ["offset", "an offset"], ["time", "a time"], ["key", "those with a key"]].map(([value, text]) => h("option", { value }, text)))),
-    h("label", null, "Offset, time or key", h("input", { name: "what", placeholder: "120, 2026-01-31T12:00, customer-7" })),
+    h("label", null, "Offset, time (UTC) or key", h("input", { name: "what", placeholder: "120, 2026-01-31T12:00, customer-7" })),
     h("label", null, "Partition", h("input", { name: "partition", inputmode: "numeric", size: "6", placeholder: "all" })),
     h("label", null, "At most", h("input", { name: "limit", inputmode: "numeric", size: "4", value: "20" })),
     h("button", { type: "submit", class: "main" }, "Show"));
@@ -71,11 +77,12 @@ function messages(state) {
   const rows = found.messages.map((row) => ({ ...row, key: `${row.partition}/${row.offset}/${view}`, name: row.key }));
   const next = Object.entries(found.next);
   return [form,
+    found.left_out ? h("p", { class: "body quiet" }, `${count(found.left_out)} more partitions have messages, and were not read: choose one.`) : null,
     found.searched ? h("p", { class: "body quiet" }, `${count(found.searched)} messages were compared with the key.`) : null,
     table("Messages", [
       ["partition", true, (row) => row.partition], ["offset", true, (row) => count(row.offset)], ["time", false, (row) => moment(row.time)], ["key", false, (row) => brief(row.name, 40)],
       ["value", false, (row) => shown(row.value, view)],
       ["headers", false, (row) => (row.headers.length ? h("details", null, h("summary", null, count(row.header_count)), row.headers.map((header) => h("div", null, h("code", null, header.name), shown(header.value, view)))) : "–")],
-    ], rows, "No message."),
+    ], rows, "No message.", true),
     next.length ? h("p", { class: "body bar" }, next.slice(0, 8).map(([partition, offset]) => h("button", { type: "button", "data-do": "next", "data-partition": partition, "data-offset": offset }, `Next of partition ${partition}, from ${count(offset)}`))) : null];
 }

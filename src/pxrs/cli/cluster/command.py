@@ -1,0 +1,26 @@
+"""The commands of `pxrs cluster`. `pxrs cluster --help` loads this module, and no other of its package."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import typer
+
+from pxrs.cli.lazy import Lazy, LazyGroup
+
+COMMANDS: Final = {
+    "up": Lazy("pxrs.cli.cluster.up", "up", "Run a cluster of real processes on this machine, to try it."),
+    "status": Lazy("pxrs.cli.cluster.status", "status", "Show brokers, storage nodes, partitions, what lacks copies."),
+}
+
+
+class _Commands(LazyGroup):
+    table = COMMANDS
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _cluster() -> None:
+    pass
