@@ -11,6 +11,7 @@ from pxrs.cli.lazy import Lazy, LazyGroup
 COMMANDS: Final = {
     "up": Lazy("pxrs.cli.cluster.up", "up", "Run a cluster of real processes on this machine, to try it."),
     "status": Lazy("pxrs.cli.cluster.status", "status", "Show brokers, storage nodes, partitions, what lacks copies."),
+    "demo": Lazy("pxrs.cli.cluster.demo.command", "demo", "Kill a broker and a storage node, and count every message."),
 }
 
 
