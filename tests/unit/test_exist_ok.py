@@ -29,7 +29,7 @@ from pxrs.errors import (
     TopicExists,
 )
 from pxrs.hub import Hub
-from pxrs.model import Topic
+from pxrs.model import QUORUMS, Topic
 
 TOPIC: dict[str, tuple[Any, Any]] = {
     "partitions": (4, 8),
@@ -68,7 +68,7 @@ def arguments_of(method: Callable[..., Any]) -> set[str]:
 
 
 def test_every_argument_that_is_a_setting_is_tried_below() -> None:
-    assert arguments_of(Hub.create_topic) == TOPIC.keys()
+    assert arguments_of(Hub.create_topic) == {*TOPIC, *QUORUMS}, "tests of clusters try the quorums"
     assert arguments_of(Hub.create_queue) == QUEUE.keys()
 
 

@@ -235,13 +235,14 @@ def test_x14_a_run_that_has_ended_leaves_no_producer_of_dead_letters_behind(
     create(hub, 2)
     hub.create_topic("dead", partitions=1)
     made: list[Producer] = []
-    producer = hub.producer
+    clients = hub._clients
+    producer = clients.producer
 
     def make(*given: Any, **options: Any) -> Producer:
         made.append(producer(*given, **options))
         return made[-1]
 
-    monkeypatch.setattr(hub, "producer", make)
+    monkeypatch.setattr(clients, "producer", make)
     with hub.consumer("t", "g", on_error="dead-letter", dead_letters="dead") as inbox:
 
         def handle(message: Message) -> None:

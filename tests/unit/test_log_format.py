@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from pxrs.errors import DamagedFrame, InvalidRecord, MisplacedFile, SequenceGap
+from pxrs.errors import DamagedFrame, InvalidRecord, MisplacedFile, UnknownProducer
 from pxrs.log.batch import (
     SCHEMA,
     Origin,
@@ -163,8 +163,9 @@ def test_a_golden_directory_is_read_and_gone_on_with(version: int, tmp_path: Pat
     assert offsets_of(topic.append([Append.encoded(0, records([messages[10]]), Origin(PRODUCER, 0, 5))])) == [5], (
         "a retry is stored once"
     )
-    with pytest.raises(SequenceGap):
-        offsets_of(topic.append([Append.encoded(1, records([b"x"]), Origin(PRODUCER, 0, 9))]))
+    for partition in (0, 1):  # what was reserved may have been given out before the golden machine went down
+        with pytest.raises(UnknownProducer, match="a gap up to offset"):
+            offsets_of(topic.append([Append.encoded(partition, records([b"x"]), Origin(PRODUCER, 0, 9))]))
     end = topic.end(0)
     assert offsets_of(topic.append([Append.encoded(0, records([b"next"]), Origin(PRODUCER, 0, 6))])) == [end]
     assert values_from(topic, 0) == [*messages[::2], b"next"], "a frame of format 2 behind those of the golden format"

@@ -15,7 +15,7 @@ from pxrs.errors import LogError, PxrsError
 
 MAY_PASS = {
     *("RegistryUnavailable", "StorageFull", "OutcomeUnknown", "OutcomeLost", "LeaseExpired", "Conflict"),
-    *("AppendFailed", "AppendUnknown", "BufferFull", "LogBusy", "ReadFailed"),
+    *("AppendFailed", "AppendUnknown", "BufferFull", "LogBusy", "PartitionMoved", "ReadFailed"),
     *("PartitionLost", "PartitionNotAssigned", "CommitUnknown", "GroupUnavailable"),
     *("TransactionLost", "HandlerFailed", "Closed", "ServerBusy", "CannotListen", "PipelineFailed"),
     *("NodeUnreachable", "NodeFull", "WrongNode", "LedgerRemoved", "LedgerDamaged", "PartitionUnavailable"),

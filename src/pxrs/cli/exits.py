@@ -1,5 +1,5 @@
-"""Exit codes of the commands that a supervisor such as systemd runs: `worker`, `serve`, `pipeline run`, `upkeep` and
-`metrics`. docs/health.md has them as a table.
+"""Exit codes of the commands that a supervisor such as systemd runs: `worker`, `serve`, `storage`, `pipeline run`,
+`upkeep` and `metrics`. docs/health.md has them as a table.
 
 Other commands end with 1 after every error, because nobody starts them again by himself.
 """

@@ -166,7 +166,7 @@ def tls_credentials(cert: Path | None, key: Path | None, client_ca: Path | None)
         raise InvalidArgument("TLS needs both --tls-cert and --tls-key")
     pair = (key.read_bytes(), cert.read_bytes())
     root = None if client_ca is None else client_ca.read_bytes()
-    return grpc.ssl_servertls_credentials([pair], root, require_client_auth=client_ca is not None)
+    return grpc.ssl_server_credentials([pair], root, require_client_auth=client_ca is not None)
 
 
 async def _run(hub: Hub, settings: object, *, is_tls: bool, metrics_listen: str | None) -> None:

@@ -104,6 +104,18 @@ def needs_repair(record: LedgerRecord, live: Collection[str]) -> bool:
     return record.is_closed and (bool(record.joining) or bool(shortages(record, live)))
 
 
+def is_repairable(record: LedgerRecord, live: Collection[str], spares: Collection[str]) -> bool:
+    """Whether a repair could do anything now. Without it, a ledger for which there is no node would be repaired again
+    and again in vain."""
+    if not record.is_closed:
+        return False
+    return bool(record.joining) or any(
+        shortage.why == "not checked"
+        or any(node not in record.fragment_of(shortage.place.first).nodes for node in spares)
+        for shortage in shortages(record, live)
+    )
+
+
 def is_used(record: LedgerRecord, fragment: Fragment, position: int) -> bool:
     """Whether the place has entries at all."""
     return next(iter(record.entries_of(fragment, position)), None) is not None
@@ -125,8 +137,9 @@ class Job:
     is_joining: bool
     missing: list[int]
     """The entries that are not requested yet, the last one first."""
+    under_way: set[int]
+    """The entries that were requested and are not copied yet. A reply may come twice."""
     is_listed: bool = False
-    under_way: int = 0
 
 
 class Repair:
@@ -195,10 +208,10 @@ class Repair:
     def copied(self, node: str, entry: int) -> list[Action]:
         """The node has the entry on its disk."""
         job = self._job
-        if self.ended or job is None or job.node != node:
+        if self.ended or job is None or job.node != node or entry not in job.under_way:
             return []
         self.copied_entries += 1
-        job.under_way -= 1
+        job.under_way.remove(entry)
         return self._copy()
 
     def failed(self, node: str) -> list[Action]:
@@ -222,7 +235,7 @@ class Repair:
             if shortage.place in done:
                 continue
             if shortage.why == "not checked" and shortage.node is not None:
-                self._job = Job(shortage.place, shortage.node, False, [])
+                self._job = Job(shortage.place, shortage.node, False, [], set())
                 return [ListEntries(shortage.node)]
             if actions := self._join(shortage):
                 return actions
@@ -242,7 +255,7 @@ class Repair:
         node = next((node for node in [*begun, *self._spares] if node in self._live and node not in nodes), None)
         if node is None:
             return []
-        self._job = Job(place, node, True, [])
+        self._job = Job(place, node, True, [], set())
         if node in begun:
             return [ListEntries(node)]
         others = [each for each in self.record.joining if each[1:] != place]
@@ -253,9 +266,9 @@ class Repair:
         job = self._job
         assert job is not None
         actions: list[Action] = []
-        while job.missing and job.under_way < self._at_once:
+        while job.missing and len(job.under_way) < self._at_once:
             entry = job.missing.pop()
-            job.under_way += 1
+            job.under_way.add(entry)
             sources = [node for _, node in self.record.nodes_of(entry) if node is not None and node != job.node]
             sources.sort(key=lambda node: node not in self._live)
             actions.append(CopyEntry(entry, tuple(sources), job.node, self.record.recovery))

@@ -253,18 +253,19 @@ class LedgerRecord:
 
     # Transitions.
 
-    def with_node(self, first: int, position: int, node: str | None) -> LedgerRecord:
-        """The record with another node at a position, for the entries from `first` on."""
+    def with_node(self, first: int, position: int, node: str | None, *, is_one: bool = False) -> LedgerRecord:
+        """The record with another node at a position, for the entries from `first` on. is_one: only up to the end of
+        the fragment that has `first`."""
         split = self.fragment_of(first)
         fragments: list[Fragment] = []
         for fragment in self.fragments:
             nodes = (*fragment.nodes[:position], node, *fragment.nodes[position + 1 :])
-            if fragment.first >= first:
-                fragments.append(Fragment(fragment.first, nodes))
-            else:
+            if fragment.first < first or (is_one and fragment is not split):
                 fragments.append(fragment)
                 if fragment is split:
                     fragments.append(Fragment(first, nodes))
+            else:
+                fragments.append(Fragment(fragment.first, nodes))
         return replace(self, fragments=merged(fragments))
 
     def with_node_in(self, first: int, position: int, node: str | None) -> LedgerRecord:

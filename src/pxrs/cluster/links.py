@@ -123,23 +123,26 @@ class NodeLink:
         done: Done,
     ) -> None:
         """Send an entry. Returns at once; `done` is called on the link's thread, once: with None when the node has
-        synced the entry, otherwise with NodeUnreachable, LedgerFenced or WrongNode."""
+        synced the entry, otherwise with NodeUnreachable, LedgerFenced or WrongNode. After `close`, it is called before
+        this returns."""
         pending = _Pending(Add(ledger, entry, lac, recovery, head, body), done)
         with self._lock:
             stream = self._stream
             refusal = self._refusal(pending)
-            if refusal is not None:
+            if refusal is None:
+                if stream is None:
+                    stream = self._stream = _Stream()
+                was_idle = not stream.unanswered
+                stream.unsent.append(pending)
+                stream.unanswered.append(pending)
+                self._unanswered_bytes += head.size
+                if was_idle or len(stream.unsent) == 1:
+                    self._changed.notify_all()
+            elif not self._is_closed:
                 self._failing.append((pending, refusal))
                 self._changed.notify()
-                return
-            if stream is None:
-                stream = self._stream = _Stream()
-            was_idle = not stream.unanswered
-            stream.unsent.append(pending)
-            stream.unanswered.append(pending)
-            self._unanswered_bytes += head.size
-            if was_idle or len(stream.unsent) == 1:
-                self._changed.notify_all()
+        if refusal is not None and self._is_closed:
+            _tell(pending, refusal)
 
     def _refusal(self, pending: _Pending) -> PxrsError | None:
         """Why an add fails at once."""

@@ -21,7 +21,8 @@ reason recovered entries are sent with the `lac` that recovery began with: the c
 for anybody but this recoverer.
 
 Empty positions count as fenced and as "no such entry": see `ledgers`. So do nodes that an operator has abandoned (C6),
-at the risk of losing entries; the record names them for ever.
+but only once every other node of the write set has answered. Entries may be lost by it; the record names these nodes
+for ever.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class Recovery:
         """With the nodes that take over; committed with the close."""
         self.stopped: Stopped | Closed | None = None
         self.window = window
+        self.refusals = record.quorum.refusals
+        """How many of an entry's write set must have no copy, or be fenced: see `Quorum.refusals`."""
         self.lac = record.confirmed
         self.cursor = -1
         """The first entry that does not have Qa copies; -1 until enough nodes are fenced."""
@@ -126,7 +129,7 @@ class Recovery:
     # Messages.
 
     def start(self) -> list[Action]:
-        return self._change(self.record.in_recovery(self._epoch, self._abandoned))
+        return self._change(self.record.in_recovery(self._epoch, sorted(self._abandoned)))
 
     def committed(self, version: int) -> list[Action]:
         if self._proposed is None or self.stopped:
@@ -261,7 +264,7 @@ class Recovery:
             closed = {position for position, node in enumerate(fragment.nodes) if self._is_out(node)}
             closed |= {position for position, node in enumerate(fragment.nodes) if node in self._fenced}
             for entry in entries:
-                if len(closed.intersection(quorum.write_set(entry))) < quorum.refusals:
+                if len(closed.intersection(quorum.write_set(entry))) < self.refusals:
                     return False
         return True
 
@@ -283,7 +286,7 @@ class Recovery:
             actions += self._read_anchor()
         self._settle()
         searched = self._searched.get(self.cursor)
-        if searched is not None and searched.head is None and len(searched.refusals) >= self.record.quorum.refusals:
+        if searched is not None and searched.head is None and self._is_refuted(self.cursor, searched):
             return [*actions, *self._finish()]
         wanted = [e for e in range(self.cursor, self.cursor + self.window) if e not in self._searched]
         for entry in wanted:
@@ -321,6 +324,14 @@ class Recovery:
             del self._searched[self.cursor]
             self.cursor += 1
 
+    def _is_refuted(self, entry: int, searched: Searched) -> bool:
+        """Whether the entry was certainly not confirmed. An abandoned node may have had it: so as not to lose more than
+        must be, all the others are heard first."""
+        if len(searched.refusals) < self.refusals:
+            return False
+        nodes = self.record.nodes_of(entry)
+        return not any(node in self._abandoned for _, node in nodes) or len(searched.refusals) == len(nodes)
+
     # Copies.
 
     def _copy(self) -> list[Action]:
@@ -354,16 +365,11 @@ class Recovery:
                 unable.append(position)
         if able >= self.record.quorum.ack_quorum or not unable:
             return []
-        taken = {
-            node
-            for record in (self.record, self.planned)
-            for fragment in record.fragments
-            if fragment is record.fragments[-1] or (record.last_of(fragment) or 0) >= self.cursor
-            for node in fragment.nodes
-        }
+        # Of this fragment alone: a node of a later one may be all that is left.
+        taken = {*self.record.fragment_of(self.cursor).nodes, *self.planned.fragment_of(self.cursor).nodes}
         node = next((each for each in self._spares if each not in taken and each not in self._abandoned), None)
         if node is None:
-            if len(searched.refusals) < self.record.quorum.refusals:
+            if not self._is_refuted(self.cursor, searched):
                 return [NeedSpares()]
             # It was never confirmed. Rather than wait for a node that could take a copy, leave the entry out.
             searched.head = None
@@ -374,10 +380,12 @@ class Recovery:
         return self._change(self.record.with_joining([*self.record.joining, joining]))
 
     def _join(self, position: int, node: str) -> None:
-        """`joining` names the node: it takes the position from the cursor on. What it replaces counts no more there."""
-        self.planned = self.planned.with_node(self.cursor, position, node)
-        for searched in self._searched.values():
-            searched.copies.discard(position)
+        """`joining` names the node: it takes the position from the cursor to the end of the fragment. What the node
+        before it has counts no more there."""
+        self.planned = self.planned.with_node(self.cursor, position, node, is_one=True)
+        for entry, searched in self._searched.items():
+            if self.planned.fragment_of(entry).nodes[position] == node:
+                searched.copies.discard(position)
 
     # The end.
 

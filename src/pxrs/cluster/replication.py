@@ -27,7 +27,7 @@ that is not confirmed is unknown: the partition's owner recovers the ledger, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -108,7 +108,7 @@ class LedgerWriter:
         self.stopped: Stop | None = None
         self._slots = [Slot(node, 0, number) for number, node in enumerate(record.fragments[0].nodes)]
         self._by_node = {slot.node: position for position, slot in enumerate(self._slots) if slot.node is not None}
-        self._tenures = len(self._slots)
+        self._tenures = len(self._slots) - 1
         self._acks: dict[int, int] = {}
         """By entry that is not forgotten: the positions that have acknowledged it, as bits."""
         self._awaited: dict[int, int] = {}
@@ -146,13 +146,18 @@ class LedgerWriter:
         """Whether a compare-and-set is under way; nothing is confirmed in the meantime."""
         return self._proposed is not None
 
-    def oldest_unacknowledged(self, node: str) -> int | None:
-        """The first entry that this node was sent and has not acknowledged; None if there is none. For timeouts."""
-        position = self._by_node.get(node)
-        if position is None:
-            return None
-        first = self._first_without(position)
-        return first if first < self.next else None
+    @property
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def awaiting(self) -> list[tuple[str, int, int]]:
+        """The nodes that have entries to acknowledge: node, tenure, the first such entry. For timeouts."""
+        found = []
+        for node, position in self._by_node.items():
+            first = self._first_without(position)
+            if first < self.next and not self._slots[position].is_failed:
+                found.append((node, self._slots[position].tenure, first))
+        return found
 
     # Messages.
 
@@ -351,7 +356,3 @@ class LedgerWriter:
         )
         self._proposed = replace(record, confirmed=self.confirmed), None, 0
         return [Change(self._proposed[0], self.version)]
-
-    def awaiting(self) -> Sequence[str]:
-        """The nodes that have entries to acknowledge, for a shell that measures how long they take."""
-        return [node for node in self._by_node if self.oldest_unacknowledged(node) is not None]

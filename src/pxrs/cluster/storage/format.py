@@ -48,6 +48,8 @@ class Kind(IntEnum):
     """The ledger takes adds only of recoveries with at least this number."""
     REMOVED = 3
     """The ledger's records at positions before `offset` are no longer part of the journal."""
+    PROBE = 4
+    """Nothing: the node has tried whether the journal can be written again after a failure."""
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}

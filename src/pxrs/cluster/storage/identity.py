@@ -77,14 +77,17 @@ class Directory:
         try:
             found = json.loads((self.path / COOKIE).read_bytes())
             number = int(found["format"])
-            if number != FORMAT:
-                raise NodeFormatUnsupported(str(self.path), number, FORMAT)
-            return Cookie(str(found["node"]), str(found["cluster"]), int(found["starts"]))
+            cookie = (
+                Cookie(str(found["node"]), str(found["cluster"]), int(found["starts"])) if number == FORMAT else None
+            )
         except FileNotFoundError:
             return None
         except (KeyError, TypeError, ValueError) as error:
             _logger.error("%s cannot be read: %r", self.path / COOKIE, error)
             return None
+        if cookie is None:
+            raise NodeFormatUnsupported(str(self.path), number, FORMAT)
+        return cookie
 
     def write_cookie(self, cookie: Cookie) -> None:
         """Returns when it is durable. Raises OSError."""

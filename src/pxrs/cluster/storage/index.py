@@ -13,6 +13,7 @@ not count any more, so that segments can be removed or compacted. What counts:
 | ENTRY | the entry is written again elsewhere (compaction), or its ledger is removed |
 | FENCE | a higher fence of the ledger is written, or the ledger is removed |
 | REMOVED | no segment holds a record that it voids, and the core need not remember it for the partition |
+| PROBE | never |
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ class Entries:
         at = self._at(entry)
         return None if at is None else self._place(at)
 
+    def is_synced(self, entry: int) -> bool:
+        """Of an entry that is there."""
+        at = self._at(entry)
+        return at is not None and self._rest[at * _WIDTH] != UNSYNCED
+
     def places(self) -> list[Place]:
         return [self._place(at) for at in range(len(self))]
 
@@ -177,7 +183,7 @@ class Index:
             self._core.replay(StoreItem(record.ledger, record.entry, head, record.lac, record.recovery))
         elif record.kind is Kind.FENCE:
             self._core.replay(FenceItem(record.ledger, record.recovery or 0))
-        else:
+        elif record.kind is Kind.REMOVED:
             self._replay_removal(record)
         self.written(record)
 
@@ -217,8 +223,10 @@ class Index:
                 self._bury(before, record.size)
         elif record.kind is Kind.FENCE:
             self._fenced(record)
-        else:
+        elif record.kind is Kind.REMOVED:
             self._removed(record)
+        else:
+            self._bury(record.position, record.size)
 
     def _fenced(self, record: Record) -> None:
         number, before = self.fences.get(record.ledger, (0, -1))

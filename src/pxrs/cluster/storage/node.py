@@ -21,22 +21,21 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
-from pxrs import disk
 from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.messages import Add
 from pxrs.cluster.storage.core import Entries as Present
 from pxrs.cluster.storage.core import FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
 from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, Kind, Record, seed_of
-from pxrs.cluster.storage.index import UNSYNCED, Entries, Index, Place, entries_of
+from pxrs.cluster.storage.index import Entries, Index, Place, entries_of
 from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
 from pxrs.cluster.storage.opening import open_journal
 from pxrs.cluster.storage.reading import EntryReader, Found
+from pxrs.cluster.storage.room import Room
 from pxrs.errors import InvalidArgument, NodeFull, NodeUnreachable, PxrsError
 from pxrs.metrics.instruments import (
     STORAGE_BYTES,
@@ -83,15 +82,14 @@ class StorageNode:
     def __init__(self, node: str, folder: str, settings: NodeSettings | None = None) -> None:
         """folder: of the journal, which exists. Raises OSError."""
         self.id = node
-        self._folder, self._settings = folder, settings or NodeSettings()
+        self._settings = settings or NodeSettings()
         self.lock = threading.Lock()
         self.core = NodeCore(node, Entries)
         bases: list[int] = []
         self.index = Index(self.core, bases)
         opened = open_journal(folder, seed_of(node), self.index.replay, bases)
         self._damage = opened.damage
-        self._problem: str | None = None
-        """Why the journal could not be written, or that there is little room."""
+        self._room = Room(folder, self._settings.free_bytes_min, self._probe)
         self.journal = Journal(folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes)
         self._reader = EntryReader(node, self.core, self.journal, self.lock, self._damage)
         self.look_at_room()
@@ -106,7 +104,7 @@ class StorageNode:
                 f"the journal is damaged ({self._damage[0]}, {len(self._damage)} places in all): the node serves what "
                 "can be read and takes no entries; start a new node on an empty directory and retire this one"
             )
-        return self._problem
+        return self._room.problem
 
     @property
     def is_damaged(self) -> bool:
@@ -115,37 +113,18 @@ class StorageNode:
 
     @property
     def load(self) -> Load:
+        free_bytes = self._room.free_bytes  # before the lock is taken: a disk may hang
         with self.lock:
-            return Load(self.index.bytes, len(self.core), self._free_bytes(), self.refuses)
-
-    def _free_bytes(self) -> int:
-        found = os.statvfs(self._folder)
-        return found.f_bavail * found.f_frsize
+            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses)
 
     def look_at_room(self) -> None:
-        """Look whether the disk has room, and whether a journal that was not written can be written again. Called now
-        and then."""
-        try:
-            free = self._free_bytes()
-        except OSError as error:
-            self._set_problem(f"the disk cannot be used: {disk.explain(error, self._folder)}")
-            return
-        if free < self._settings.free_bytes_min:
-            self._set_problem(
-                f"the disk is full: {free:,} bytes are free, and {self._settings.free_bytes_min:,} are needed"
-            )
-        elif self.journal.is_broken:
-            with self.lock:  # the journal tries to make a new file; if it can, the next look finds it good
-                self.journal.submit(Write(None, (), _ignore))
-        else:
-            self._set_problem(None)
+        """Look whether the disk has room, and whether a journal that could not be written can be written again. Called
+        now and then."""
+        self._room.look()
 
-    def _set_problem(self, why: str | None) -> None:
-        before, self._problem = self._problem, why
-        if why is not None and before is None:
-            _logger.error("the node takes no entries: %s", why)
-        elif why is None and before is not None:
-            _logger.warning("the node takes entries again")
+    def _probe(self, done: Callable[[Exception | None], None]) -> None:
+        with self.lock:
+            self.journal.submit(Write(Record(Kind.PROBE, ""), (), done))
 
     # Requests.
 
@@ -165,7 +144,8 @@ class StorageNode:
         outcome = self.core.add(add.ledger, add.entry, head, add.lac, add.recovery)
         if isinstance(outcome.reply, PxrsError):
             return outcome.reply
-        if not outcome.append:
+        undo = functools.partial(self._forget, add.ledger, add.entry) if outcome.append else None
+        if undo is None and not self._is_damaged(add):
             self.journal.submit(Write(None, (), done))
             return None
         record = Record(
@@ -181,9 +161,15 @@ class StorageNode:
             head.checksum,
             head.size,
         )
-        undo = functools.partial(self._forget, add.ledger, add.entry)
         self.journal.submit(Write(record, add.body, done, undo))
         return None
+
+    def _is_damaged(self, add: Add) -> bool:
+        """Whether the entry, which is there, was found damaged where it lies, so that it is to be written again."""
+        position = self._reader.damaged.get((add.ledger, add.entry)) if self._reader.damaged else None
+        state = None if position is None else self.core.state(add.ledger)
+        place = None if state is None else entries_of(state).find(add.entry)
+        return place is not None and place.position == position
 
     def _told(self, number: int, done: Callable[[int, PxrsError | None], None], error: Exception | None) -> None:
         done(number, None if error is None else self._failure(error))
@@ -218,8 +204,8 @@ class StorageNode:
         undo = None
         if outcome.append:
             (item,) = outcome.append
-            number = getattr(item, "recovery", 0)
-            record = Record(Kind.FENCE, ledger, recovery=number)
+            assert isinstance(item, FenceItem)
+            record = Record(Kind.FENCE, ledger, recovery=item.recovery)
             undo = functools.partial(self._lower_fence, ledger, before)
         elif not outcome.is_after_sync:
             return outcome.reply, _nothing
@@ -260,8 +246,7 @@ class StorageNode:
             assert isinstance(reply, Present)
             present = set(reply.present)
             state = self.core.state(ledger)
-            places = {} if state is None else {entry: entries_of(state).find(entry) for entry in present}
-            if recovery is None and any(place is not None and place.position == UNSYNCED for place in places.values()):
+            if recovery is None and state is not None and not all(map(entries_of(state).is_synced, present)):
                 wait = self._wait_for(Write(None, (), _ignore))
         wait()
         return self._reader.read(ledger, range(first, last + 1), present, max_bytes, heads=heads)
@@ -319,7 +304,7 @@ class StorageNode:
         STORAGE_ENTRIES.of().add(entries)
 
     def failed(self, error: OSError) -> None:
-        self._set_problem(f"the journal could not be written: {disk.explain(error, self._folder)}")
+        self._room.failed(error)
 
     def close(self) -> None:
         """Write what waits, and close the journal. Idempotent."""

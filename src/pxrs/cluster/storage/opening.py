@@ -117,11 +117,11 @@ def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int)
     place in the file of the first record that is not whole."""
     at, piece_bytes = begin, PIECE_BYTES
     while at < end:
-        start = at
-        piece = memoryview(pread(descriptor, min(piece_bytes, end - start), start))
+        start, wanted = at, min(piece_bytes, end - at)
+        piece = memoryview(pread(descriptor, wanted, start))
         if not piece:
             raise DamagedFrame(path, at, f"the file ends {end - at:,} bytes before the segment does")
-        is_last = start + len(piece) >= end
+        is_last = len(piece) < wanted or start + len(piece) >= end
         while at - start < len(piece) and (is_last or at - start + HEADER_BYTES_MAX <= len(piece)):
             record = decode(piece[at - start : at - start + HEADER_BYTES_MAX], at, base, seed, path)
             if at + record.size > end or record.body_bytes > BODY_BYTES_MAX:

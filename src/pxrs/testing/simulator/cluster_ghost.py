@@ -1,0 +1,165 @@
+"""What really happened in a simulated cluster, and the rules, held against it.
+
+The ghost is told what brokers confirm (which readers may see from then on), what producers are told, and every record
+of a ledger that the registry accepts. It looks at the disks of the storage nodes, and trusts nothing that the processes
+believe.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pxrs.cluster.ledgers import LedgerName, LedgerRecord
+from pxrs.cluster.records import owner_key
+from pxrs.testing.simulator.cluster_schedule import ClusterSchedule
+from pxrs.testing.simulator.ghost import Violation
+
+Partition = tuple[str, int]
+
+
+class Batch(NamedTuple):
+    """The body of an entry with rows."""
+
+    origin: tuple[int, int]
+    """A producer, and the number of its batch."""
+    offset: int
+    rows: int
+
+
+class ClusterGhost:
+    def __init__(self, world: ClusterSchedule) -> None:
+        self.world = world
+        self.shown: dict[tuple[Partition, int], Batch] = {}
+        """By partition and offset: the batch that readers may have seen there."""
+        self.stored: dict[tuple[Partition, tuple[int, int]], int] = {}
+        """By partition and origin: the offset of the batch that readers may have seen."""
+        self.told: dict[tuple[Partition, tuple[int, int]], int] = {}
+        """The offsets that producers were told."""
+        self.confirmed: dict[str, int] = {}
+        """By ledger: the last entry that was confirmed to anybody."""
+        self.lasts: dict[str, int] = {}
+        """By ledger that was closed: its last entry."""
+        self.starts: dict[Partition, int] = {}
+        self.deleted: set[str] = set()
+        self.counts = dict.fromkeys(("confirmed", "told", "recovered", "closed", "changed", "repaired", "removed"), 0)
+
+    def fail(self, rule: str, *what: object) -> None:
+        raise Violation(rule, " ".join(map(str, what)))
+
+    # What is shown, and what is told.
+
+    def is_confirmed(self, record: LedgerRecord, entry: int, body: Any) -> None:
+        """A broker confirms an entry of a ledger that it writes."""
+        ledger, partition = record.id, (record.topic_id, record.partition)
+        self.counts["confirmed"] += 1
+        if record.topic_id in self.deleted:
+            return
+        if entry > self.lasts.get(ledger, entry):
+            self.fail("P5 acknowledged entries survive", "entry", entry, "of", ledger, "is confirmed behind its end")
+        if entry != self.confirmed.get(ledger, -1) + 1:
+            self.fail("C4 confirmed in order", "entry", entry, "of", ledger, "is confirmed before an earlier one")
+        self.confirmed[ledger] = entry
+        found = self.world.registry.get(record.key).value
+        if found is not None and not found.is_closed:
+            self.check_copies(found, entry, "P3 on Qa disks")
+        self.show(partition, body)
+
+    def show(self, partition: Partition, body: Any) -> None:
+        if not isinstance(body, Batch):
+            return
+        for offset in range(body.offset, body.offset + body.rows):
+            if self.shown.setdefault((partition, offset), body) != body:
+                self.fail("P4 one batch at an offset", offset, "has", body, "and had", self.shown[partition, offset])
+        if self.stored.setdefault((partition, body.origin), body.offset) != body.offset:
+            self.fail("P3 stored once", body, "is also at", self.stored[partition, body.origin])
+
+    def is_told(self, partition: Partition, origin: tuple[int, int], offset: int) -> None:
+        """A producer is told that its batch is stored."""
+        self.counts["told"] += 1
+        if partition[0] in self.deleted:
+            return
+        if self.stored.get((partition, origin)) != offset:
+            self.fail(
+                "P3 told the truth", origin, "was told", offset, "and is at", self.stored.get((partition, origin))
+            )
+        self.told[partition, origin] = offset
+
+    # Records and copies.
+
+    def on_ledger(self, before: LedgerRecord | None, after: LedgerRecord) -> None:
+        """The registry accepts a record."""
+        self.world.note("record", after.id, after.state, after.recovery, after.fragments, after.joining, after.last)
+        if before is None:
+            return
+        self.counts["changed"] += not after.is_closed
+        if before.is_closed:
+            if (before.last, before.end) != (after.last, after.end):
+                self.fail("C1 closed for ever", before, after)
+            self.counts["repaired"] += before.fragments != after.fragments
+        elif after.is_closed and after.last is not None:
+            self.counts["recovered" if after.recovery else "closed"] += 1
+            self.lasts[after.id] = after.last
+            if after.topic_id not in self.deleted and after.last < self.confirmed.get(after.id, -1):
+                self.fail("P5 acknowledged entries survive", after.id, "ends at", after.last)
+        if after.topic_id not in self.deleted:
+            last = after.last if after.last is not None else self.confirmed.get(after.id, -1)
+            for entry in range(last + 1):
+                self.check_copies(after, entry, "C1 Qa copies")
+
+    def check_copies(self, record: LedgerRecord, entry: int, rule: str) -> None:
+        """The entry is on the disks of Qa nodes that the record names for it. Disks that were lost count: how many may
+        be lost is the schedule's business."""
+        nodes = [node for _, node in record.nodes_of(entry) if node is not None]
+        count = sum(node in self.world.lost_nodes or self.is_on_disk(node, record.id, entry) for node in nodes)
+        if count < record.quorum.ack_quorum:
+            self.fail(rule, "entry", entry, "of", record.id, "is on the disks of", count, "of", nodes)
+
+    def is_on_disk(self, node: str, ledger: str, entry: int) -> bool:
+        disk = self.world.machine_of(node).disk
+        return disk.node == node and entry in disk.durable.get(ledger, ())
+
+    # The end.
+
+    def is_whole(self, partition: Partition, records: list[LedgerRecord]) -> bool:
+        """Whether everything that was shown is in the partition as it is now. False: a node does not serve."""
+        bodies: list[Any] = []
+        for record in records:
+            last = record.last if record.last is not None else self.confirmed.get(record.id, -1)
+            for entry in range(last + 1):
+                body = self.world.read(record, entry)
+                if body is None:
+                    return False
+                bodies.append(body)
+        found: dict[int, Batch] = {}
+        for body in bodies:
+            if isinstance(body, Batch):
+                self.show(partition, body)
+                found.update(dict.fromkeys(range(body.offset, body.offset + body.rows), body))
+        start = records[0].base if records else 0
+        for (where, offset), body in self.shown.items():
+            if where == partition and offset >= start and found.get(offset) != body:
+                self.fail("P5 acknowledged entries survive", offset, "had", body, "and has", found.get(offset))
+        return True
+
+    def check_rest(self) -> None:
+        """Nothing happens any more: every ledger has all its copies, and nothing is left that no record names."""
+        world = self.world
+        for record, _ in world.registry.ledgers():
+            count = min(record.quorum.write_quorum, len(world.machines))
+            if record.is_closed and record.last is not None:
+                for entry in range(record.last + 1):
+                    kept = [
+                        node for _, node in record.nodes_of(entry) if node and self.is_on_disk(node, record.id, entry)
+                    ]
+                    if len(kept) < count:
+                        self.fail("P6 all copies", "entry", entry, "of", record.id, "is on", kept)
+            elif world.registry.get(owner_key(record.topic_id, record.partition)).value.epoch != record.epoch:
+                self.fail("P5 closed or written", record)
+        for machine in world.machines:
+            for ledger in machine.disk.durable:
+                record = world.registry.get(LedgerName.of_id(ledger).key).value
+                if record is None or machine.core.node not in record.named:
+                    self.fail("P7 nothing is left", ledger, "on", machine.core.node)
+        for key in world.registry.keys:
+            if any(topic_id in key for topic_id in self.deleted):
+                self.fail("P7 nothing is left", key)

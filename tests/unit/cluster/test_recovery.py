@@ -1,0 +1,189 @@
+"""The recovery of a ledger, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pxrs.cluster.ledgers import EntryHead, Fragment, Joining, LedgerRecord, Quorum
+from pxrs.cluster.recovery import (
+    CHANGED,
+    DAMAGED,
+    FENCED,
+    AddEntry,
+    Closed,
+    FenceNode,
+    Measure,
+    NeedSpares,
+    ReadEntry,
+    Recovery,
+    Stopped,
+)
+from pxrs.cluster.replication import Change
+
+
+def record(nodes: tuple[str | None, ...] = ("a", "b", "c"), quorum: Quorum | None = None) -> LedgerRecord:
+    return LedgerRecord("t", 0, 0, 1, quorum or Quorum(), 100, (Fragment(0, nodes),))
+
+
+def proposed(actions: Sequence[object]) -> Change:
+    """The change that is the only action."""
+    (change,) = actions
+    assert isinstance(change, Change)
+    return change
+
+
+def head(entry: int) -> EntryHead:
+    return EntryHead(100 + entry, 1, 10, 0, 1_000 + entry, entry)
+
+
+def begun(found: LedgerRecord | None = None, **options: Any) -> tuple[Recovery, list[Any]]:
+    """A recovery whose first change is committed, and what follows from that."""
+    recovery = Recovery(found or record(), 5, 7, **{"window": 1, **options})
+    change, expect = proposed(recovery.start())
+    assert (change.state, change.recovery, change.recoverer, expect) == ("recovering", 1, 7, 5)
+    return recovery, recovery.committed(6)
+
+
+def fenced(*nodes: str, lac: int = -1, found: LedgerRecord | None = None, **options: Any) -> tuple[Recovery, list[Any]]:
+    recovery, actions = begun(found, **options)
+    for node in nodes:
+        actions = recovery.fenced(node, lac)
+    return recovery, actions
+
+
+def reads(actions: list[Any]) -> list[tuple[str, int]]:
+    return sorted((action.node, action.entry) for action in actions if isinstance(action, ReadEntry))
+
+
+def adds(actions: list[Any]) -> list[tuple[str, int]]:
+    return sorted((action.node, action.entry) for action in actions if isinstance(action, AddEntry))
+
+
+def test_c2_nothing_is_read_before_qw_minus_qa_plus_1_nodes_of_every_write_set_are_fenced() -> None:
+    recovery, actions = begun()
+    assert actions == [FenceNode(node, 1) for node in "abc"]
+    assert recovery.fenced("a", -1) == [] == recovery.fenced("a", -1) == recovery.failed("c")
+    assert reads(recovery.fenced("b", -1)) == [("a", 0), ("b", 0), ("c", 0)]
+
+    striped, actions = begun(record(tuple("abcde"), Quorum(5, 3, 2)))
+    assert [striped.fenced(node, -1) for node in "abd"] == [[], [], []], "of c, d, e one is fenced"
+    assert reads(striped.fenced("c", -1)) == [("a", 0), ("b", 0), ("c", 0)]
+
+
+def test_fragments_that_hold_confirmed_entries_alone_need_no_fence() -> None:
+    changed = record().with_node(3, 0, "d")
+    recovery, actions = begun(changed)
+    assert {action.node for action in actions} == {*"abcd"}
+    recovery.fenced("d", 1)
+    assert reads(recovery.fenced("b", -1)) == [], "entry 2 is kept by a, b, c, of which one is fenced"
+    assert reads(recovery.fenced("c", 1)) == [(node, entry) for node in "abc" for entry in (1, 2)]
+    _, actions = begun(replace(changed, confirmed=2))
+    assert {action.node for action in actions} == {*"bcd"}
+
+
+def test_p5_the_ledger_ends_where_enough_of_the_write_set_have_no_entry_and_silence_is_no_answer() -> None:
+    recovery, _ = fenced("a", "b")
+    assert recovery.missing("a", 0) == [] == recovery.missing("a", 0) == recovery.failed("b") == recovery.failed("c")
+    closed, version = proposed(recovery.missing("c", 0))
+    assert (closed.state, closed.last, closed.end, version) == ("closed", -1, 100, 6)
+    assert recovery.committed(9) == [Closed(closed, 9)]
+
+
+def test_c1_a_recovered_entry_has_qa_copies_before_the_ledger_is_closed() -> None:
+    recovery, actions = fenced("a", "b", lac=0)
+    assert reads(actions) == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0), ("c", 1)]
+    assert adds(recovery.found("c", 1, head(1), b"x")) == [("a", 1), ("b", 1)]
+    actions = recovery.acked("b", 1)
+    assert reads(actions) == [("a", 2), ("b", 2), ("c", 2)]
+    recovery.missing("a", 2)
+    assert recovery.missing("b", 2) == [Measure(1)]
+    closed = proposed(recovery.measured(10)).record
+    assert (closed.last, closed.end, closed.size, closed.stored_at, closed.is_complete) == (1, 102, 10, 1_001, False)
+
+
+def test_the_last_confirmed_entry_is_read_for_the_ledgers_end() -> None:
+    recovery, _ = fenced("a", "b", lac=4)
+    recovery.missing("a", 5)
+    assert recovery.missing("b", 5) == [], "where the ledger ends is known, and not yet at which offset"
+    assert recovery.found("b", 4, head(4), b"x") == [Measure(4)]
+    lost, _ = fenced("a", "b", lac=4)
+    for node in "ab":
+        lost.missing(node, 5)
+    assert [lost.missing(node, 4) for node in "ab"] == [[], []]
+    assert lost.missing("c", 4) == [Stopped(DAMAGED, lost.record, 6)]
+
+
+def test_a_replacement_is_named_in_joining_first_and_gets_its_place_with_the_close() -> None:
+    recovery, _ = fenced("a", "b")
+    recovery.failed("b")
+    assert NeedSpares() in [*recovery.failed("c"), *recovery.found("a", 0, head(0), b"x")]
+    joined = proposed(recovery.offer(["b", "d"])).record
+    assert joined.joining == (Joining("d", 0, 1),)
+    assert joined.fragments == record().fragments, "a second recoverer must ask the nodes that the writer wrote to"
+    actions = recovery.committed(8)
+    assert adds(actions) == [("d", 0)]
+    assert [action.lac for action in actions if isinstance(action, AddEntry)] == [-1]
+    assert reads(recovery.acked("d", 0)) == [("a", 1), ("b", 1), ("c", 1)]
+    recovery.missing("a", 1)
+    closed = proposed(recovery.missing("c", 1)).record
+    assert (closed.fragments, closed.joining) == ((Fragment(0, ("a", "d", "c")),), ())
+
+
+def test_an_entry_that_was_never_confirmed_is_left_out_rather_than_waited_for() -> None:
+    recovery, _ = fenced("a", found=record(("a", "b"), Quorum(2, 2, 2)))
+    recovery.found("a", 0, head(0), b"x")
+    recovery.missing("b", 0)
+    closed = proposed(recovery.failed("b")).record
+    assert closed.last == -1
+
+
+def test_an_empty_position_counts_as_fenced_and_as_no() -> None:
+    recovery, actions = fenced("a", found=record(("a", "b", None)))
+    assert reads(actions) == [("a", 0), ("b", 0)]
+    closed = proposed(recovery.missing("b", 0)).record
+    assert closed.last == -1
+
+
+def test_c6_abandoned_nodes_count_as_no_once_all_others_have_answered_and_are_recorded() -> None:
+    recovery, actions = begun(abandoned=["a", "b"])
+    assert reads(actions) == [("c", 0)]
+    assert recovery.found("c", 0, head(0), b"x") == [NeedSpares()]
+    recovery.offer(["d"])
+    recovery.committed(8)
+    recovery.acked("d", 0)
+    closed = proposed(recovery.missing("c", 1)).record
+    assert (closed.last, closed.abandoned) == (0, ("a", "b"))
+    deeper, _ = begun(replace(record(), confirmed=2), abandoned=["a", "b"])
+    deeper.missing("c", 3)
+    assert reads(deeper.missing("c", 2)) == [("c", 1)]
+    assert deeper.found("c", 1, head(1), b"x") == [Measure(1)]
+
+
+def test_c1_another_recovery_ends_this_one() -> None:
+    recovery, _ = fenced("a", "b")
+    assert recovery.refused() == [Stopped(FENCED)]
+    assert recovery.missing("a", 0) == [] == recovery.retry()
+    lost = Recovery(record(), 5, 7)
+    lost.start()
+    found = record().in_recovery(8)
+    assert lost.conflicted(found, 6) == [Stopped(CHANGED, found, 6)]
+
+
+def test_a_change_whose_outcome_is_unknown_is_tried_again() -> None:
+    recovery = Recovery(record(), 5, 7)
+    (change,) = recovery.start()
+    assert isinstance(change, Change)
+    assert recovery.unknown() == [change]
+    assert recovery.conflicted(change.record, 6) == [FenceNode(node, 1) for node in "abc"]
+
+
+def test_whatever_was_not_answered_is_asked_again() -> None:
+    recovery, _ = fenced("a")
+    assert recovery.retry() == [FenceNode("b", 1), FenceNode("c", 1)]
+    recovery.fenced("b", -1)
+    recovery.missing("a", 0)
+    assert reads(recovery.retry()) == [("b", 0), ("c", 0)]
+    recovery.found("b", 0, head(0), b"x")
+    assert adds(recovery.retry()) == [("a", 0), ("c", 0)]

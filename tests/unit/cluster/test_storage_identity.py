@@ -1,0 +1,228 @@
+"""C5: a disk that is blank, older, of another cluster or another format is not taken for the node that it names."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pxrs import registry as registries
+from pxrs.cluster.naming import cluster_id
+from pxrs.cluster.records import CLUSTER_ID, RETIRED, NodeRecord, alive_key, node_key
+from pxrs.cluster.storage.identity import Started, start
+from pxrs.cluster.storage.node import NodeSettings
+from pxrs.cluster.storage.registration import Registration
+from pxrs.cluster.storage.settings import StorageLimits
+from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported, OutcomeUnknown, PxrsError
+from pxrs.registry.contract import Registry
+from pxrs.registry.lease import Lease
+from tests.unit.cluster.stored import add, entry, fast_folder, stored
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with fast_folder() as found:
+        yield found / "node"
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    with registries.open("memory:") as found:
+        yield found
+
+
+@contextmanager
+def started(folder: Path, registry: Registry) -> Iterator[Started]:
+    found = start(folder, registry, "127.0.0.1:1", NodeSettings(free_bytes_min=1))
+    try:
+        yield found
+    finally:
+        found.node.close()
+        found.directory.close()
+
+
+def record_of(registry: Registry, node: str) -> NodeRecord:
+    entry = registry.get(node_key(node))
+    assert entry is not None
+    return NodeRecord.parse(entry.key, entry.value)
+
+
+def first_start(folder: Path, registry: Registry) -> str:
+    with started(folder, registry) as found:
+        assert add(found.node, entry(0)) == [None]
+        return found.node.id
+
+
+def test_each_start_raises_the_counter_on_disk_and_in_the_registry(folder: Path, registry: Registry) -> None:
+    node = first_start(folder, registry)
+    for starts in (2, 3):
+        with started(folder, registry) as found:
+            assert (found.node.id, found.starts) == (node, starts)
+            assert stored(found.node) == [0]
+        assert record_of(registry, node).starts == starts
+        assert json.loads((folder / "node.json").read_text())["starts"] == starts
+
+
+def test_a_blank_directory_is_a_new_node(folder: Path, registry: Registry) -> None:
+    node = first_start(folder, registry)
+    shutil.rmtree(folder)
+    with started(folder, registry) as found:
+        assert found.node.id != node
+        assert stored(found.node) == []
+
+
+def test_an_older_copy_is_a_new_node_and_is_moved_aside(folder: Path, registry: Registry) -> None:
+    node = first_start(folder, registry)
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    with started(folder, registry) as found:
+        assert add(found.node, entry(1)) == [None]
+    with started(folder, registry):
+        pass
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    with started(folder, registry) as found:
+        assert found.node.id != node
+        assert stored(found.node) == []
+    (aside,) = folder.glob("aside-*")
+    assert json.loads((aside / "node.json").read_text())["node"] == node
+    assert list((aside / "journal").glob("*.log"))
+
+
+def test_a_copy_with_a_shorter_journal_than_was_recorded_is_a_new_node(folder: Path, registry: Registry) -> None:
+    node = first_start(folder, registry)
+    copy = folder.with_name("copy")
+    with started(folder, registry) as found:
+        shutil.copytree(folder, copy)
+        assert add(found.node, entry(1)) == [None]
+        registration = Registration(registry, found.node, found.starts, "127.0.0.1:1", StorageLimits(), print)
+        registration.start()
+        registration.close()  # records the end of the journal
+        assert record_of(registry, node).journal_end == found.node.journal.end
+    with started(copy, registry) as found:
+        assert found.node.id != node
+
+
+def test_a_start_that_died_between_disk_and_registry_is_the_same_node(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    with monkeypatch.context() as patch:
+
+        def fail(*arguments: object, **named: object) -> None:
+            raise Conflict(["died"])
+
+        patch.setattr(registry, "commit", fail)
+        with pytest.raises(Conflict), started(folder, registry):
+            pass
+    assert json.loads((folder / "node.json").read_text())["starts"] == 2
+    assert record_of(registry, node).starts == 1
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts) == (node, 2)
+        assert stored(found.node) == [0]
+
+
+def test_a_lost_reply_to_the_registration_is_resolved(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    commit, replies = registry.commit, ["lost"]
+
+    def lossy(*arguments: object, **named: object) -> object:
+        done = commit(*arguments, **named)  # type: ignore[arg-type]
+        if replies:
+            raise OutcomeUnknown(replies.pop())
+        return done
+
+    monkeypatch.setattr(registry, "commit", lossy)
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts) == (node, 2)
+
+
+def test_a_disk_of_another_cluster_is_a_new_node(folder: Path, registry: Registry) -> None:
+    node = first_start(folder, registry)
+    registry.commit(put={CLUSTER_ID: b'{"id": "another"}'})
+    with started(folder, registry) as found:
+        assert found.node.id != node
+        assert found.cluster == cluster_id(registry) == "another"
+
+
+def test_a_retired_node_is_a_new_node(folder: Path, registry: Registry) -> None:
+    node = first_start(folder, registry)
+    registry.commit(put={node_key(node): replace(record_of(registry, node), state=RETIRED).dump()})
+    with started(folder, registry) as found:
+        assert found.node.id != node
+
+
+@pytest.mark.parametrize("number", [0, 2, 99])
+def test_another_format_is_refused_with_what_to_do_and_nothing_is_changed(
+    folder: Path, registry: Registry, number: int
+) -> None:
+    first_start(folder, registry)
+    cookie = folder / "node.json"
+    cookie.write_text(json.dumps({**json.loads(cookie.read_text()), "format": number}))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with (
+        pytest.raises(NodeFormatUnsupported, match=f"has format {number} .* start the storage node with the version"),
+        started(folder, registry),
+    ):
+        pass
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_directory_has_one_process(folder: Path, registry: Registry) -> None:
+    with (
+        started(folder, registry),
+        pytest.raises(InvalidArgument, match="used by another storage node"),
+        started(folder, registry),
+    ):
+        pass
+
+
+def test_a_process_whose_node_was_started_elsewhere_stops(folder: Path, registry: Registry) -> None:
+    first_start(folder, registry)
+    copy = folder.with_name("copy")
+    told: queue.SimpleQueue[PxrsError] = queue.SimpleQueue()
+    limits = StorageLimits(alive_s=0.01, lease_s=5.0)
+    with started(folder, registry) as found:
+        shutil.copytree(folder, copy)
+        registration = Registration(registry, found.node, found.starts, "127.0.0.1:1", limits, told.put)
+        registration.start()
+        assert registry.get(alive_key(found.node.id)) is not None
+        with started(copy, registry) as second:
+            assert second.node.id == found.node.id  # cannot be told apart, so the last start wins
+            error = told.get(timeout=30)
+        registration.close()
+    assert isinstance(error, ClusterError)
+    assert "another process was started as this node" in str(error)
+
+
+def test_a_lost_lease_is_taken_again_and_the_node_goes_on(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, last = registry.lease, list[Lease]()
+    told: list[PxrsError] = []
+
+    def noted(ttl: float) -> Lease:
+        last.append(take(ttl))
+        return last[-1]
+
+    monkeypatch.setattr(registry, "lease", noted)
+    with started(folder, registry) as found:
+        limits = StorageLimits(alive_s=0.01, lease_s=5.0)
+        registration = Registration(registry, found.node, found.starts, "127.0.0.1:1", limits, told.append)
+        registration.start()
+        key = alive_key(found.node.id)
+        with registry.watch(key) as watch:
+            last[0].end()
+            while registry.get(key) is None or len(last) == 1:
+                assert watch.wait(30.0)
+        registration.close()
+        assert registry.get(key) is None
+    assert told == []
