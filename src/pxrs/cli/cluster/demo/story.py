@@ -65,6 +65,8 @@ class Story:
         self._producing = Producing(cluster.plan.address, PARTITIONS)
         self._consuming = Consuming(cluster.plan.address, MEMBERS)
         self._began = time.monotonic()
+        self._ended_at = self._began
+        """When the producers were told to send no more."""
         self._killed: list[tuple[str, float]] = []
         self.samples: list[Sample] = []
         self.marks: list[Mark] = []
@@ -86,6 +88,7 @@ class Story:
             self._kill_node()
             self._rest()
         finally:
+            self._ended_at = time.monotonic()
             self._producing.stop()
         sent = len(self._producing.acknowledged)
         try:
@@ -181,7 +184,7 @@ class Story:
             Line("errors of producers and consumers", "0", str(errors)),
             Line("ledgers that lack copies", "0", f"{len(self._status().under_replicated):,}"),
         ]
-        ends = [*(at for _, at in self._killed[1:]), time.monotonic()]
+        ends = [*(at for _, at in self._killed[1:]), self._ended_at]
         kills = [
             Kill(name, at, longest(self._producing.moments, at, end), longest(self._consuming.moments, at, end))
             for (name, at), end in zip(self._killed, ends, strict=True)
