@@ -18,7 +18,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -117,6 +117,9 @@ class OwnedPartition:
     def serve(self, opened: Opened) -> None:
         """Serve what was opened."""
         with self.lock:
+            if self._gone is not None:  # while it was opened
+                opened.writer.stop()
+                return
             self._generation += 1
             self._chain, self._producers = opened.chain, opened.producers
             self._pending.clear()
@@ -156,6 +159,12 @@ class OwnedPartition:
     @property
     def is_stuck(self) -> bool:
         return self._stuck is not None and self._gone is None
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether new entries get fewer copies than the topic asks for, because there are too few storage nodes."""
+        writer = self._writer
+        return writer is not None and writer.is_degraded
 
     @property
     def why_not(self) -> PxrsError | None:
@@ -210,15 +219,14 @@ class OwnedPartition:
         index = index or self._broker.reader.index(record)
         first = index.find(offset)
         last = index.reach(first, max_bytes)
-        found = [self._decoded(record, read.entry, body_of(read)) for read in self._read(record, first, last)]
+        found = [
+            self._decoded(record, read.entry, body_of(read)) for read in self._broker.reader.read(record, first, last)
+        ]
         with self.lock:
             self._check()
             if offset < self._start:  # it was trimmed meanwhile
                 raise OffsetTrimmed(self.name, offset, self._start)
         return within((frame for entry in found for frame in entry.frames), offset, max_bytes)
-
-    def _read(self, record: LedgerRecord, first: int, last: int) -> Iterable:  # type: ignore[type-arg]
-        return self._broker.reader.read(record, first, last)
 
     def _decoded(self, record: LedgerRecord, number: int, body: pa.Buffer) -> Entry:
         return decode_entry(body, f"entry {number} of ledger {record.id}", self.place)
@@ -245,7 +253,7 @@ class OwnedPartition:
                 number = next(index.not_before(timestamp), None)
             if number is None:
                 continue
-            for read in self._read(record, number, number):
+            for read in self._broker.reader.read(record, number, number):
                 for frame in self._decoded(record, number, body_of(read)).frames:
                     times = frame.batch().records.column("timestamp").cast(pa.int64())
                     at = pc.index(pc.greater_equal(times, timestamp), True).as_py()
@@ -323,12 +331,8 @@ class OwnedPartition:
         """The outcomes of an append, once they are known. until: on the monotonic clock."""
         with self.lock:
             while ticket.needed > self._end and ticket.generation == self._generation:
-                if self.why_not is not None:
+                if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
                     break
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
             if ticket.needed <= self._end and ticket.generation == self._generation:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not
