@@ -15,7 +15,7 @@ from pxrs.cluster.broker.context import BrokerSettings
 from pxrs.cluster.broker.running import RunningBroker
 from pxrs.cluster.storage.running import StorageServer, StorageSettings, storing
 from pxrs.registry.contract import Registry
-from pxrs.remote.client.settings import Settings
+from pxrs.remote.client.settings import PATIENCE_S, TIMEOUT_S, Settings
 from pxrs.server.serving import ServerSettings, serving
 
 
@@ -24,28 +24,43 @@ class SmallCluster:
 
     def __init__(
         self,
+        folder: Path,
         registry: Callable[[], Registry],
         server: ServerSettings | None,
         settings: BrokerSettings | None,
         lease_ttl: float,
         token: str | None,
     ) -> None:
+        self._folder = folder
         self._registry, self._server, self._settings, self._lease_ttl = registry, server, settings, lease_ttl
-        self._peers = Settings("pxrs://", (), 2.0, 2.0, given_token=token)
+        self._peers = Settings("pxrs://", (), TIMEOUT_S, PATIENCE_S, given_token=token)
         self.nodes: list[StorageServer] = []
         self.brokers: list[RunningBroker] = []
         self.addresses: list[str] = []
         """Of the brokers, host and port."""
-        self._running: dict[int, ExitStack] = {}
-        """By number: what ends each broker that runs."""
+        self._running: dict[tuple[str, int], ExitStack] = {}
+        """By kind and number: what ends each node and broker that runs."""
 
     @property
     def url(self) -> str:
         """With all brokers that were ever started, so that a client may find that some are away."""
         return f"pxrs://{','.join(self.addresses)}"
 
-    def start_broker(self) -> int:
-        """Start a further broker, at a port of its own; its number."""
+    def start_node(self, number: int) -> StorageServer:
+        """Start the node of this number, again or for the first time."""
+        with ExitStack() as stack:
+            handle = self._registry()
+            stack.callback(handle.close)
+            node = stack.enter_context(storing(handle, StorageSettings(self._folder / f"node-{number}")))
+            self._running["node", number] = stack.pop_all()
+        self.nodes[number : number + 1] = [node]
+        return node
+
+    def stop_node(self, number: int) -> None:
+        self._stop("node", number)
+
+    def start_broker(self) -> RunningBroker:
+        """Start a further broker, at a port of its own."""
         number = len(self.brokers)
         with ExitStack() as stack:
             broker = RunningBroker(
@@ -61,17 +76,24 @@ class SmallCluster:
             self.brokers.append(broker)
             self.addresses.append(url.removeprefix("pxrs://"))
             broker.join(self.addresses[-1])
-            self._running[number] = stack.pop_all()
-        return number
+            self._running["broker", number] = stack.pop_all()
+        return broker
 
     def stop_broker(self, number: int) -> None:
         """As `pxrs broker` ends after SIGTERM: it gives its partitions to the others, and drains. Idempotent."""
-        if number in self._running:
-            self._running.pop(number).close()
+        self._stop("broker", number)
+
+    def _stop(self, kind: str, number: int) -> None:
+        stack = self._running.pop((kind, number), None)
+        if stack is not None:
+            stack.close()
 
     def close(self) -> None:
-        for number in list(self._running):
-            self.stop_broker(number)
+        """Stop everything: brokers first, because they need nodes."""
+        with ExitStack() as every:
+            for _, stack in sorted(self._running.items(), key=lambda item: item[0][0] == "broker"):
+                every.push(stack)
+            self._running.clear()
 
 
 @contextmanager
@@ -91,13 +113,12 @@ def small_cluster(
     registry: opens another handle; by default of a registry in files in the folder
     token: what the brokers show to each other"""
     open_registry = registry or (lambda: registries.open(f"file:{folder / 'registry'}"))
-    found = SmallCluster(open_registry, server, settings, lease_ttl, token)
-    with ExitStack() as stack:
+    found = SmallCluster(folder, open_registry, server, settings, lease_ttl, token)
+    try:
         for number in range(nodes):
-            handle = open_registry()
-            stack.callback(handle.close)
-            found.nodes.append(stack.enter_context(storing(handle, StorageSettings(folder / f"node-{number}"))))
-        stack.callback(found.close)
+            found.start_node(number)
         for _ in range(brokers):
             found.start_broker()
         yield found
+    finally:
+        found.close()
