@@ -109,6 +109,11 @@ class LedgerShell:
     def is_stopped(self) -> bool:
         return self._core.stopped is not None
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every node has every entry that it is to have."""
+        return not self._entries
+
     def append(self, entry: Entry) -> None:
         head = head_of(entry)
         self._entries[self._core.next] = entry, head
