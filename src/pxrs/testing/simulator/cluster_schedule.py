@@ -107,12 +107,12 @@ class ClusterSchedule:
         self.seed, self.defects = seed, defects
         self.rng = rng = random.Random(f"cluster {seed}")
         self.quorum = defects.quorum or rng.choice(QUORUMS)
-        self.lost = rng.choice((0.0, 0.03, 0.1))
+        self.lost = rng.choice((0.0, 0.0, 0.03, 0.1))
         self.doubled = rng.choice((0.0, 0.05))
-        self.early = rng.choice((0.0, 0.03))
+        self.early = rng.choice((0.0, 0.0, 0.03))
         """How often a request fails for its sender although its message and reply are only late."""
         self.unknown = rng.choice((0.0, 0.1, 0.3))
-        self.slow = rng.choice((0.0, 0.05, 0.2))
+        self.slow = rng.choice((0.0, 0.1, 0.3))
         """How often something takes so long that everything else goes on meanwhile."""
         self.spread = rng.choice((1, 3, 8, 30))
         """Among how many of the oldest events the next one is chosen."""
@@ -125,6 +125,8 @@ class ClusterSchedule:
         """By checksum: the bytes of an entry."""
         self.lost_nodes: set[str] = set()
         """Nodes whose disk is gone for good."""
+        self.on_append: Callable[[SimulatedBroker], None] = lambda broker: None
+        """Told of every entry that a broker has sent to its nodes."""
         self.is_calm = False
         self.steps = 0
         self.names = 0
