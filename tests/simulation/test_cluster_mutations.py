@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,8 @@ from pxrs.log.producers import Producers
 from pxrs.testing.simulator.cluster_broker import OwnedPartition, SimulatedBroker
 from pxrs.testing.simulator.cluster_ghost import Partition
 from pxrs.testing.simulator.cluster_machine import Machine
-from pxrs.testing.simulator.cluster_schedule import ClusterDefects, Event
-from pxrs.testing.simulator.cluster_simulation import simulate_cluster
+from pxrs.testing.simulator.cluster_schedule import QUORUMS, ClusterDefects, Event
+from pxrs.testing.simulator.cluster_simulation import ClusterSimulation, simulate_cluster
 from pxrs.testing.simulator.ghost import Violation
 
 SEEDS = 50_000 if os.environ.get("PXRS_SOAK") else 2_000
