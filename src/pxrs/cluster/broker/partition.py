@@ -209,8 +209,7 @@ class OwnedPartition:
             return within(kept, offset, max_bytes)
         index = index or self._broker.reader.index(record)
         first = index.find(offset)
-        last = index.reach(first, max_bytes)
-        found = [self._decoded(record, read.entry, body_of(read)) for read in self._read(record, first, last)]
+        found = self._broker.reader.entries(record, index, first, max_bytes, self.place)
         with self.lock:
             self._check()
             if offset < self._start:  # it was trimmed meanwhile
