@@ -34,7 +34,7 @@ from pxrs.testing.servers import EtcdServer, HubServer, Server
 NODES = 3
 BATCHES = 50
 MESSAGES = 200_000
-PEER_MESSAGES = 50_000
+PEER_MESSAGES = 20_000
 READY_S = 30.0
 COST_ROUNDS = 5
 WHO = ("client", "broker", "node")

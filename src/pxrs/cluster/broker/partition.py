@@ -18,19 +18,14 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from pxrs.cluster import records
-from pxrs.cluster.broker.beginning import Claim, next_ledger
+from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove_ledgers
 from pxrs.cluster.broker.context import Broker
-from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, origin_heads, state_entry, within
+from pxrs.cluster.broker.entries import Entry, encode_entry, offset_of, origin_heads, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
 from pxrs.cluster.broker.opened import Opened, Ticket
-from pxrs.cluster.broker.reading import body_of
 from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
@@ -117,6 +112,9 @@ class OwnedPartition:
     def serve(self, opened: Opened) -> None:
         """Serve what was opened."""
         with self.lock:
+            if self._gone is not None:  # while it was opened
+                opened.writer.stop()
+                return
             self._generation += 1
             self._chain, self._producers = opened.chain, opened.producers
             self._pending.clear()
@@ -158,6 +156,12 @@ class OwnedPartition:
         return self._stuck is not None and self._gone is None
 
     @property
+    def is_degraded(self) -> bool:
+        """Whether new entries get fewer copies than the topic asks for, because there are too few storage nodes."""
+        writer = self._writer
+        return writer is not None and writer.is_degraded
+
+    @property
     def why_not(self) -> PxrsError | None:
         """Why it does not serve now; None if it does."""
         return self._gone or self._stuck
@@ -181,6 +185,16 @@ class OwnedPartition:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
         if self._generation == 0:
             raise PartitionMoved(f"{self.name}: the partition is being opened")
+
+    @property
+    def chain(self) -> Sequence[LedgerRecord]:
+        """The closed ledgers: another object after each change."""
+        return self._chain
+
+    def repaired(self, record: LedgerRecord) -> None:
+        """The record of a closed ledger has changed: other nodes have its copies now."""
+        with self.lock:
+            self._chain = [record if each.number == record.number else each for each in self._chain]
 
     # Reading.
 
@@ -216,12 +230,6 @@ class OwnedPartition:
                 raise OffsetTrimmed(self.name, offset, self._start)
         return within((frame for entry in found for frame in entry.frames), offset, max_bytes)
 
-    def _read(self, record: LedgerRecord, first: int, last: int) -> Iterable:  # type: ignore[type-arg]
-        return self._broker.reader.read(record, first, last)
-
-    def _decoded(self, record: LedgerRecord, number: int, body: pa.Buffer) -> Entry:
-        return decode_entry(body, f"entry {number} of ledger {record.id}", self.place)
-
     def _ledger_at(self, offset: int) -> tuple[LedgerRecord, LedgerIndex | None]:
         """The ledger that has this offset, and its index if it is the one that is written. Under the lock."""
         if self._writer is not None and offset >= self._writer.record.base:
@@ -244,12 +252,10 @@ class OwnedPartition:
                 number = next(index.not_before(timestamp), None)
             if number is None:
                 continue
-            for read in self._read(record, number, number):
-                for frame in self._decoded(record, number, body_of(read)).frames:
-                    times = frame.batch().records.column("timestamp").cast(pa.int64())
-                    at = pc.index(pc.greater_equal(times, timestamp), True).as_py()
-                    if at >= 0:
-                        return frame.offset + int(at)
+            (entry,) = self._broker.reader.entries(record, index, number, 0, self.place)
+            found = offset_of(entry.frames, timestamp)
+            if found is not None:
+                return found
         return end
 
     # Appending.
@@ -322,12 +328,8 @@ class OwnedPartition:
         """The outcomes of an append, once they are known. until: on the monotonic clock."""
         with self.lock:
             while ticket.needed > self._end and ticket.generation == self._generation:
-                if self.why_not is not None:
+                if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
                     break
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
             if ticket.needed <= self._end and ticket.generation == self._generation:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not
@@ -359,10 +361,7 @@ class OwnedPartition:
         assert self._writer is not None
         if len(self._index) + len(self._pending) < 2:  # it has no messages yet
             return False
-        topic, age_s = self.topic.topic, self.topic.topic.segment_age_s
-        age_us = self._broker.clock.wall_time_us() - self._writer.began_at
-        is_old = age_s is not None and not 0 <= age_us < age_s * 1e6  # below 0: the clock was ahead when it began
-        return self._writer.size >= topic.segment_bytes or is_old or self._writer.should_roll
+        return self._writer.is_full(self.topic.topic)
 
     def _roll(self) -> None:
         """Under the lock: close this ledger and begin the next one, on another thread."""
@@ -381,20 +380,25 @@ class OwnedPartition:
         with self.lock:
             if generation != self._generation or self._gone is not None:
                 return
-            self._chain.append(closed)
+            self._chain = [*self._chain, closed]
             self._begin_ledger(writer)
             self._is_rolling = False
             self._changed.notify_all()
 
-    def offer_spares(self) -> None:
-        """Nodes may have come back: have the writer use them."""
+    def tend(self, live: Collection[str]) -> None:
+        """Have the writer use nodes that have come. Begin the next ledger if this one lacks copies, although nobody
+        appends: only closed ledgers get them back. live: the nodes that are there, or may come back soon."""
         with self.lock:
-            if self._writer is not None and self._stuck is None:
-                self._writer.offer_spares()
+            if self._writer is None or self.why_not is not None or self._is_rolling:
+                return
+            self._writer.offer_spares()
+            if self._writer.is_short(live) and has_enough(self.topic.quorum, self._broker.ensemble(self.topic)):
+                self._roll()
 
     def close_ledger(self) -> None:
         """Close the ledger before the partition is given up: the next owner need not recover it."""
         with self.lock:
+            self._changed.wait_for(lambda: not self._is_rolling or self.why_not is not None, CLOSE_S)
             writer = self._writer if self._stuck is None and not self._is_rolling else None
             self._is_rolling = True
         if writer is not None:
@@ -433,13 +437,9 @@ class OwnedPartition:
             if not len(self._index):  # the producers' state is not yet in the ledger that stays (C3)
                 return None
             gone = [record for record in self._chain if (record.end or 0) <= start]
-        key = records.owner_key(self.topic.topic.id, self.partition)
-        count = max(1, self._broker.registry.limits.commit_keys_max - 1)
-        for at in range(0, len(gone), count):
-            part = gone[at : at + count]
-            self._broker.registry.commit({key: self.claim.version}, delete=[record.key for record in part])
+        for numbers in remove_ledgers(self._broker, lambda: self.claim, gone):
             with self.lock:
-                self._chain = [record for record in self._chain if record not in part]
+                self._chain = [record for record in self._chain if record.number not in numbers]
         for record in gone:
             self._broker.reader.forget(record.id)
         return self.bounds().start if gone else None

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import xxhash
@@ -30,6 +30,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryUnavailable,
 )
+from pxrs.model import Topic
 
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +71,18 @@ class LedgerShell:
         """The tenures of nodes that have failed."""
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
+        self._tell_empty()
+
+    def _tell_empty(self) -> None:
+        """Say so if a position of the ledger has no node."""
+        nodes = self.record.fragments[-1].nodes
+        if None in nodes and not self.record.is_closed:
+            _logger.warning(
+                "ledger %s is degraded: there are only %d storage nodes for its %d positions, until more are started",
+                self.record.id,
+                sum(node is not None for node in nodes),
+                len(nodes),
+            )
 
     @property
     def record(self) -> LedgerRecord:
@@ -79,9 +92,18 @@ class LedgerShell:
     def is_degraded(self) -> bool:
         return self._core.is_degraded
 
-    @property
-    def should_roll(self) -> bool:
-        return self._core.should_roll
+    def is_short(self, live: Collection[str]) -> bool:
+        """Whether entries lack a copy that only a closed ledger gets back, or will soon: a node is gone that nothing
+        was sent to since. live: the nodes that are there, or may come back soon."""
+        gone = {node for fragment in self.record.fragments for node in fragment.nodes if node is not None} - {*live}
+        return self._core.should_roll or bool(gone)
+
+    def is_full(self, topic: Topic) -> bool:
+        """Whether the next entry belongs into another ledger."""
+        age_us = self._broker.clock.wall_time_us() - self.began_at
+        # Below 0: the clock was ahead when it began.
+        is_old = topic.segment_age_s is not None and not 0 <= age_us < topic.segment_age_s * 1e6
+        return self.size >= topic.segment_bytes or is_old or self._core.should_roll
 
     @property
     def is_stopped(self) -> bool:
@@ -200,5 +222,8 @@ class LedgerShell:
             _logger.exception("the record of ledger %s cannot be written", self.record.id)
             step = functools.partial(self._core.stop, str(error))
         with self._changed:
+            before = self.record
             self._do(step())
+            if self.record is not before:
+                self._tell_empty()
             self._changed.notify_all()

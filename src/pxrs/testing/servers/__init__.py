@@ -1,4 +1,6 @@
-"""Real etcd, PostgreSQL, ZooKeeper, `pxrs serve` and `pxrs storage` servers for tests, each a context manager.
+"""Real etcd, PostgreSQL, ZooKeeper, `pxrs serve`, `pxrs storage` and `pxrs broker` servers for tests.
+
+Each is a context manager.
 
 A test of coordination is worth what its server is worth, so these are the real programs, out of
 Python packages, with durable writes on. Each has ports on 127.0.0.1 and a temporary folder of its
@@ -14,16 +16,19 @@ servers also die with the process that started them, however that one ends; else
 that is killed outright leaves its servers running.
 """
 
+from pxrs.launching import free_ports
+from pxrs.testing.servers.broker import BrokerServer
 from pxrs.testing.servers.certificates import Certificates, certificates
 from pxrs.testing.servers.cluster import Cluster, QuorumServer
 from pxrs.testing.servers.etcd import EtcdCluster, EtcdServer
 from pxrs.testing.servers.hub import HubServer
 from pxrs.testing.servers.postgres import PostgresServer, installed_postgres
-from pxrs.testing.servers.process import Server, ServerFailed, free_ports
+from pxrs.testing.servers.process import Server, ServerFailed
 from pxrs.testing.servers.storage import StorageServer
 from pxrs.testing.servers.zookeeper import ZooKeeperCluster, ZooKeeperServer
 
 __all__ = [
+    "BrokerServer",
     "Certificates",
     "Cluster",
     "EtcdCluster",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pxrs.testing.servers.certificates import Certificates
-from pxrs.testing.servers.hub import HubServer
+from pxrs.testing.servers.command import CommandServer
 
 
-class StorageServer(HubServer):
-    """A storage node of the cluster of this registry, in `data`, by default a new directory. Else as `HubServer`."""
+class StorageServer(CommandServer):
+    """A storage node of the cluster of this registry, in `data`, by default a new directory. `flags` are added to its
+    command line. forked: see `CommandServer`."""
 
     def __init__(
         self,
@@ -23,12 +23,19 @@ class StorageServer(HubServer):
         tls: Certificates | None = None,
         forked: bool = False,
     ) -> None:
-        super().__init__(data, registry, flags=flags, tls=tls, forked=forked)
-        self._cluster_registry = registry
+        super().__init__(tls=tls, forked=forked)
+        self._registry, self._data, self._flags = registry, data, tuple(flags)
+        self.advertised: str | None = None
+        """The address that brokers are told, such as that of a proxy; None: `address`."""
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def data(self) -> Path:
+        """The node's directory."""
+        return self.directory / "data" if self._data is None else self._data
 
     @property
     def node(self) -> str:
@@ -37,8 +44,9 @@ class StorageServer(HubServer):
 
     def _command(self, folder: Path) -> list[str]:
         data = folder / "data" if self._data is None else self._data
-        command = [sys.executable, "-m", "pxrs.cli", "storage", "--registry", self._cluster_registry]
-        command += ["--dir", str(data), "--listen", self.address]
+        command = self._pxrs("storage", "--registry", self._registry, "--dir", str(data), "--listen", self.address)
+        if self.advertised is not None:
+            command += ["--advertise", self.advertised]
         if self.tls is not None:
             command += ["--tls-cert", str(self.tls.server_cert), "--tls-key", str(self.tls.server_key)]
         return [*command, *self._flags]
