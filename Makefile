@@ -71,6 +71,7 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark
 	$(BIN)/python -m benchmarks.serve
+	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/python -m benchmarks.metrics
 	$(BIN)/python -m benchmarks.events
 	$(BIN)/python -m benchmarks.web

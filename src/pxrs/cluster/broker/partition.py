@@ -21,14 +21,11 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Final
 
-import pyarrow as pa
-
 from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove_ledgers
 from pxrs.cluster.broker.context import Broker
-from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, offset_of, origin_heads, state_entry, within
+from pxrs.cluster.broker.entries import Entry, encode_entry, offset_of, origin_heads, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
 from pxrs.cluster.broker.opened import Opened, Ticket
-from pxrs.cluster.broker.reading import body_of
 from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
@@ -226,18 +223,12 @@ class OwnedPartition:
             return within(kept, offset, max_bytes)
         index = index or self._broker.reader.index(record)
         first = index.find(offset)
-        last = index.reach(first, max_bytes)
-        found = [
-            self._decoded(record, read.entry, body_of(read)) for read in self._broker.reader.read(record, first, last)
-        ]
+        found = self._broker.reader.entries(record, index, first, max_bytes, self.place)
         with self.lock:
             self._check()
             if offset < self._start:  # it was trimmed meanwhile
                 raise OffsetTrimmed(self.name, offset, self._start)
         return within((frame for entry in found for frame in entry.frames), offset, max_bytes)
-
-    def _decoded(self, record: LedgerRecord, number: int, body: pa.Buffer) -> Entry:
-        return decode_entry(body, f"entry {number} of ledger {record.id}", self.place)
 
     def _ledger_at(self, offset: int) -> tuple[LedgerRecord, LedgerIndex | None]:
         """The ledger that has this offset, and its index if it is the one that is written. Under the lock."""
@@ -261,10 +252,10 @@ class OwnedPartition:
                 number = next(index.not_before(timestamp), None)
             if number is None:
                 continue
-            for read in self._broker.reader.read(record, number, number):
-                found = offset_of(self._decoded(record, number, body_of(read)).frames, timestamp)
-                if found is not None:
-                    return found
+            (entry,) = self._broker.reader.entries(record, index, number, 0, self.place)
+            found = offset_of(entry.frames, timestamp)
+            if found is not None:
+                return found
         return end
 
     # Appending.
