@@ -6,7 +6,8 @@ import socket
 import sysconfig
 from pathlib import Path
 
-from pxrs.testing.servers.process import HOST, PROBE_S_MAX, Server, package_folder
+from pxrs.launching import HOST, package_folder
+from pxrs.testing.servers.process import PROBE_S_MAX, Server
 
 
 class RedisServer(Server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import shutil
@@ -20,6 +21,7 @@ from pxrs.cluster.records import AliveNode, alive_key
 from pxrs.errors import LedgerFenced, NodeFull, NodeUnreachable
 from pxrs.remote.client.settings import Certificates
 from pxrs.testing.servers import StorageServer, certificates
+from pxrs.testing.servers.process import wait_until
 from tests.unit.cluster.stored import ANSWER_S_MAX, LEDGER, add, body_of, entry, opened, stored
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
@@ -62,8 +64,7 @@ def test_c2_what_was_acknowledged_and_a_fence_are_there_after_kill_9(tmp_path: P
             with linked(server) as link, ThreadPoolExecutor(1) as pool:
                 known |= {*acknowledged(link, range(first, first + 20))}
                 loading = pool.submit(acknowledged, link, range(first + 20, first + 1_000), 2_000)
-                while not link.index(LEDGER, after=first + 19, limit=1).entries:
-                    pass
+                assert wait_until(functools.partial(has_entry_behind, link, first + 19), ANSWER_S_MAX)
                 server.kill()
                 known |= {*loading.result(ANSWER_S_MAX)}
             first += 1_000
@@ -82,6 +83,10 @@ def test_c2_what_was_acknowledged_and_a_fence_are_there_after_kill_9(tmp_path: P
             with pytest.raises(LedgerFenced):
                 link.fence(LEDGER, 2)
             assert acknowledged(link, range(first, first + 1)) == []
+
+
+def has_entry_behind(link: NodeLink, entry: int) -> bool:
+    return bool(link.index(LEDGER, after=entry, limit=1).entries)
 
 
 def check_stored(link: NodeLink, known: set[int]) -> None:
@@ -105,8 +110,7 @@ def test_a_stopped_node_costs_the_timeout_and_serves_again(tmp_path: Path) -> No
             with pytest.raises(NodeUnreachable):
                 link.read(LEDGER, 0, 1)
             server.resume()
-            while acknowledged(link, range(2, 4)) != [2, 3]:
-                pass
+            assert wait_until(lambda: acknowledged(link, range(2, 4)) == [2, 3], ANSWER_S_MAX)
         with registries.open(f"file:{tmp_path}/registry") as registry:
             found = registry.get(alive_key(server.node))
             assert found is not None

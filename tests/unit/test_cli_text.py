@@ -15,9 +15,13 @@ import pytest
 import typer.main
 
 import pxrs
+from pxrs import registry as registries
 from pxrs import wording
 from pxrs.cli import app, worker_process
 from pxrs.cli.pipeline import progress
+from pxrs.cluster import records as cluster_records
+from pxrs.cluster.naming import cluster_id
+from pxrs.cluster.records import BrokerRecord, DeletedTopic
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.testing.command import Call, Result, run_here
 
@@ -116,7 +120,17 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
     with pxrs.open(data) as hub:
         key = hub.registry.scan("queues/")[0].key
         hub.create_topic("copy", partitions=1)
+    cluster = f"file:{tmp_path}/cluster"
+    with registries.open(cluster) as opened:
+        cluster_id(opened)
+        opened.commit(
+            put={
+                cluster_records.broker_key("b1"): BrokerRecord("h:1", "first", started_at=T_US / 1e6).dump(),
+                cluster_records.deleted_key("t1"): DeletedTopic("old", 1, T_US / 1e6).dump(),
+            }
+        )
     with_json = {
+        "cluster status": [("cluster", "status", "--registry", cluster)],
         "topic list": [("topic", "list", *at)],
         "topic describe": [("topic", "describe", "orders", *at)],
         "tail": [("tail", "orders", *at)],
@@ -161,6 +175,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
             assert result.out, path
             for line in result.out.splitlines():
                 times.setdefault(path, set()).update(check_times(line))
+    assert times["cluster status"] == {"started_at", "deleted_at"}
     assert times["group describe"] == {"since", "when"}
     assert times["tail"] == {"timestamp"}
     assert times["source list"] == {"since"}

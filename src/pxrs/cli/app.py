@@ -30,6 +30,9 @@ COMMANDS: Final = {
     "serve": Lazy("pxrs.cli.serve", "serve", "Serve a hub to other processes and hosts."),
     "broker": Lazy("pxrs.cli.broker", "broker", "Run a broker of a replicated cluster."),
     "storage": Lazy("pxrs.cli.storage", "storage", "Run a storage node of a replicated cluster."),
+    "cluster": Lazy(
+        "pxrs.cli.cluster.command", "app", "Run a cluster on this machine, show one, take storage nodes out of one."
+    ),
     "token": Lazy("pxrs.cli.token", "app", "Make, list and revoke the tokens of `pxrs serve --auth FILE`."),
     "ping": Lazy("pxrs.cli.ping", "ping", "Measure round trips to a server, and show its version."),
     "upkeep": Lazy(

@@ -1,4 +1,4 @@
-"""`pxrs storage`: one storage node of a replicated cluster (docs/cluster.md)."""
+"""`pxrs storage`: one storage node of a replicated cluster (docs/cluster-format.md)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def storage(
     metrics_listen: MetricsListen = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option("--limit", metavar="NAME=VALUE", help="A limit, see docs/cluster.md. May be given several times."),
+        typer.Option(
+            "--limit", metavar="NAME=VALUE", help="A limit, see docs/cluster-format.md. May be given several times."
+        ),
     ] = None,
 ) -> None:
     """Run a storage node until Ctrl-C or SIGTERM. It keeps copies of the entries that brokers send to it.

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, Self
 
+from pxrs.launching import HOST, free_ports
 from pxrs.testing.relay import READ_BYTES, Mode, Relay
-from pxrs.testing.servers.process import HOST, free_ports
 
 CALL_S_MAX: Final = 10.0
 

@@ -26,7 +26,7 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from pxrs.testing.servers.process import HOST
+from pxrs.launching import HOST
 
 BUFFER_BYTES_MAX: Final = 1 << 20
 READ_BYTES: Final = 1 << 16

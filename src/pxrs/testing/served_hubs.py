@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import pxrs
+from pxrs.launching import HOST, free_ports
 from pxrs.testing.forked import Forked
-from pxrs.testing.servers.process import HOST, free_ports
 
 
 class _Served(NamedTuple):

@@ -14,6 +14,7 @@ from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import CLUSTER_ID, OwnerRecord, owner_key
 from pxrs.cluster.storage.collecting import Collector
 from pxrs.cluster.storage.node import StorageNode
+from pxrs.cluster.storage.room import Room
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import LedgerFenced, LedgerRemoved
 from pxrs.registry.contract import Registry
@@ -180,6 +181,21 @@ def test_a_removal_that_was_moved_does_not_void_what_came_after_it(registry: Reg
     with opened(folder, segment_bytes=600) as node:
         assert stored(node, ledger(1)) == [0, 1, 2, 3]
         assert stored(node, ledger(0)) == [*range(12)]
+
+
+def test_compaction_needs_room_and_removal_does_not(
+    registry: Registry, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder, segment_bytes=600) as node:
+        for number in range(6):
+            assert add(node, entry(number, ledger(3), size=300)) == [None]
+        fill(registry, node)
+        monkeypatch.setattr(Room, "free_bytes", 100)
+        done = collector(registry, node).collect()
+        assert done.copied_bytes == 0
+        assert done.segments > 1
+        monkeypatch.undo()
+        assert collector(registry, node).collect().copied_bytes > 0
 
 
 def test_every_segment_goes_when_nothing_is_left(registry: Registry, folder: Path) -> None:

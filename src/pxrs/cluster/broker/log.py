@@ -10,12 +10,14 @@ from typing import Final
 from pxrs.cluster import records
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.ownership import Ownership
+from pxrs.cluster.broker.staging import ClusterStaging
 from pxrs.cluster.broker.topic import OwnedTopic
-from pxrs.cluster.ledgers import Quorum
+from pxrs.cluster.ledgers import LedgerName, Quorum
 from pxrs.cluster.records import DeletedTopic, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, PartitionMoved, PxrsError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.contract import DamagedTopic, Log, TopicLog
 from pxrs.model import STORED_TOPIC_NAME, Topic, is_internal
+from pxrs.publishing.staging.contract import HasStaging
 from pxrs.registry.contract import ABSENT
 from pxrs.remote.client.routed import RoutedTopic
 from pxrs.remote.client.routes import Peers
@@ -83,7 +85,7 @@ class ClusterTopic(RoutedTopic):
         return found
 
 
-class ClusterLog(Log):
+class ClusterLog(Log, HasStaging):
     """The topics of the cluster. Threads share it."""
 
     keeps_copies = True
@@ -93,7 +95,12 @@ class ClusterLog(Log):
         self.url, self.clock = url, broker.clock
         self.broker, self.ownership, self.peers = broker, ownership, peers
         self._cluster = cluster
+        self._staging = ClusterStaging(broker)
         self._is_closed = False
+
+    @property
+    def staging(self) -> ClusterStaging:
+        return self._staging
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self.check_usable()
@@ -172,22 +179,32 @@ class ClusterLog(Log):
 
     def _finish(self, topic_id: str, gone: DeletedTopic) -> None:
         """Remove what the registry holds of a deleted topic (P7). The nodes find that their ledgers have no record."""
+        for _ in range(TRIES_MAX):
+            try:
+                self._remove(topic_id, gone)
+                return
+            except Conflict:
+                continue  # the owner of a partition has begun a ledger, or given the partition up
+            except PxrsError as error:
+                _logger.info("what is left of the deleted topic %s is removed later: %s", gone.name, error)
+                return
+
+    def _remove(self, topic_id: str, gone: DeletedTopic) -> None:
+        """Raises Conflict, what the registry raises."""
         registry = self.broker.registry
-        try:
-            for partition in range(gone.partitions):
-                key = records.owner_key(topic_id, partition)
-                entry = registry.get(key)
-                if entry is not None:
-                    owner = OwnerRecord.parse(entry.key, entry.value)
-                    if not owner.is_deleted:  # from now on nobody creates a ledger of this partition
-                        registry.commit({key: entry.version}, {key: owner.deleted().dump()})
-                for ledger in registry.scan(records.ledgers_prefix(topic_id, partition)):
-                    registry.commit(delete=[ledger.key])
-            for partition in range(gone.partitions):
-                registry.commit(delete=[records.owner_key(topic_id, partition)])
-            registry.commit(delete=[records.deleted_key(topic_id)])
-        except PxrsError as error:
-            _logger.info("what is left of the deleted topic %s is removed later: %s", gone.name, error)
+        for partition in range(gone.partitions):
+            key = records.owner_key(topic_id, partition)
+            entry = registry.get(key)
+            if entry is not None:
+                owner = OwnerRecord.parse(entry.key, entry.value)
+                if not owner.is_deleted:  # from now on nobody creates a ledger of this partition
+                    registry.commit({key: entry.version}, {key: owner.deleted().dump()})
+            for ledger in registry.scan(records.ledgers_prefix(topic_id, partition)):
+                decision = records.abandoned_key(LedgerName.of_key(ledger.key))
+                registry.commit(delete=[ledger.key, decision])
+        for partition in range(gone.partitions):
+            registry.commit(delete=[records.owner_key(topic_id, partition)])
+        registry.commit(delete=[records.deleted_key(topic_id)])
 
     def identity(self, *, joins: bool) -> tuple[str, str]:
         return self._cluster, f"cluster {self._cluster[:8]}"

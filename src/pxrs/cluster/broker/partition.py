@@ -18,16 +18,14 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pxrs.cluster import records
-from pxrs.cluster.broker.beginning import Claim, next_ledger
+from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove_ledgers
 from pxrs.cluster.broker.context import Broker
-from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, origin_heads, state_entry, within
+from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, offset_of, origin_heads, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
 from pxrs.cluster.broker.opened import Opened, Ticket
 from pxrs.cluster.broker.reading import body_of
@@ -191,6 +189,16 @@ class OwnedPartition:
         if self._generation == 0:
             raise PartitionMoved(f"{self.name}: the partition is being opened")
 
+    @property
+    def chain(self) -> Sequence[LedgerRecord]:
+        """The closed ledgers: another object after each change."""
+        return self._chain
+
+    def repaired(self, record: LedgerRecord) -> None:
+        """The record of a closed ledger has changed: other nodes have its copies now."""
+        with self.lock:
+            self._chain = [record if each.number == record.number else each for each in self._chain]
+
     # Reading.
 
     def bounds(self) -> Bounds:
@@ -254,11 +262,9 @@ class OwnedPartition:
             if number is None:
                 continue
             for read in self._broker.reader.read(record, number, number):
-                for frame in self._decoded(record, number, body_of(read)).frames:
-                    times = frame.batch().records.column("timestamp").cast(pa.int64())
-                    at = pc.index(pc.greater_equal(times, timestamp), True).as_py()
-                    if at >= 0:
-                        return frame.offset + int(at)
+                found = offset_of(self._decoded(record, number, body_of(read)).frames, timestamp)
+                if found is not None:
+                    return found
         return end
 
     # Appending.
@@ -364,10 +370,7 @@ class OwnedPartition:
         assert self._writer is not None
         if len(self._index) + len(self._pending) < 2:  # it has no messages yet
             return False
-        topic, age_s = self.topic.topic, self.topic.topic.segment_age_s
-        age_us = self._broker.clock.wall_time_us() - self._writer.began_at
-        is_old = age_s is not None and not 0 <= age_us < age_s * 1e6  # below 0: the clock was ahead when it began
-        return self._writer.size >= topic.segment_bytes or is_old or self._writer.should_roll
+        return self._writer.is_full(self.topic.topic)
 
     def _roll(self) -> None:
         """Under the lock: close this ledger and begin the next one, on another thread."""
@@ -386,20 +389,25 @@ class OwnedPartition:
         with self.lock:
             if generation != self._generation or self._gone is not None:
                 return
-            self._chain.append(closed)
+            self._chain = [*self._chain, closed]
             self._begin_ledger(writer)
             self._is_rolling = False
             self._changed.notify_all()
 
-    def offer_spares(self) -> None:
-        """Nodes may have come back: have the writer use them."""
+    def tend(self, live: Collection[str]) -> None:
+        """Have the writer use nodes that have come. Begin the next ledger if this one lacks copies, although nobody
+        appends: only closed ledgers get them back. live: the nodes that are there, or may come back soon."""
         with self.lock:
-            if self._writer is not None and self._stuck is None:
-                self._writer.offer_spares()
+            if self._writer is None or self.why_not is not None or self._is_rolling:
+                return
+            self._writer.offer_spares()
+            if self._writer.is_short(live) and has_enough(self.topic.quorum, self._broker.ensemble(self.topic)):
+                self._roll()
 
     def close_ledger(self) -> None:
         """Close the ledger before the partition is given up: the next owner need not recover it."""
         with self.lock:
+            self._changed.wait_for(lambda: not self._is_rolling or self.why_not is not None, CLOSE_S)
             writer = self._writer if self._stuck is None and not self._is_rolling else None
             self._is_rolling = True
         if writer is not None:
@@ -438,13 +446,9 @@ class OwnedPartition:
             if not len(self._index):  # the producers' state is not yet in the ledger that stays (C3)
                 return None
             gone = [record for record in self._chain if (record.end or 0) <= start]
-        key = records.owner_key(self.topic.topic.id, self.partition)
-        count = max(1, self._broker.registry.limits.commit_keys_max - 1)
-        for at in range(0, len(gone), count):
-            part = gone[at : at + count]
-            self._broker.registry.commit({key: self.claim.version}, delete=[record.key for record in part])
+        for numbers in remove_ledgers(self._broker, lambda: self.claim, gone):
             with self.lock:
-                self._chain = [record for record in self._chain if record not in part]
+                self._chain = [record for record in self._chain if record.number not in numbers]
         for record in gone:
             self._broker.reader.forget(record.id)
         return self.bounds().start if gone else None

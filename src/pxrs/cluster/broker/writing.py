@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import xxhash
@@ -30,6 +30,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryUnavailable,
 )
+from pxrs.model import Topic
 
 _logger = logging.getLogger(__name__)
 
@@ -91,9 +92,18 @@ class LedgerShell:
     def is_degraded(self) -> bool:
         return self._core.is_degraded
 
-    @property
-    def should_roll(self) -> bool:
-        return self._core.should_roll
+    def is_short(self, live: Collection[str]) -> bool:
+        """Whether entries lack a copy that only a closed ledger gets back, or will soon: a node is gone that nothing
+        was sent to since. live: the nodes that are there, or may come back soon."""
+        gone = {node for fragment in self.record.fragments for node in fragment.nodes if node is not None} - {*live}
+        return self._core.should_roll or bool(gone)
+
+    def is_full(self, topic: Topic) -> bool:
+        """Whether the next entry belongs into another ledger."""
+        age_us = self._broker.clock.wall_time_us() - self.began_at
+        # Below 0: the clock was ahead when it began.
+        is_old = topic.segment_age_s is not None and not 0 <= age_us < topic.segment_age_s * 1e6
+        return self.size >= topic.segment_bytes or is_old or self._core.should_roll
 
     @property
     def is_stopped(self) -> bool:

@@ -126,13 +126,18 @@ class Collector:
     # Segments.
 
     def _clean(self) -> tuple[int, int]:
-        """Unlink the segments that do not count any more, and compact those of which little counts."""
+        """Unlink the segments that do not count any more, and compact those of which little counts.
+
+        Those of which least counts come first: they free room. Nothing is copied that would take half of the room that
+        is left."""
         segments = copied = 0
-        for base, size, live in self._sealed():
+        for base, size, live in sorted(self._sealed(), key=lambda each: each[2]):
             if self._is_closing.is_set():
                 break
             if live and (live >= size * self._limits.compact_below or base in self._kept):
                 continue
+            if live > self._node.load.free_bytes // 2:
+                break
             try:
                 copied += self._copy(base) if live else 0
             except DamagedFrame as error:

@@ -99,6 +99,11 @@ class Entries:
         at = self._at(entry)
         return None if at is None else self._place(at)
 
+    def is_synced(self, entry: int) -> bool:
+        """Of an entry that is there."""
+        at = self._at(entry)
+        return at is not None and self._rest[at * _WIDTH] != UNSYNCED
+
     def places(self) -> list[Place]:
         return [self._place(at) for at in range(len(self))]
 

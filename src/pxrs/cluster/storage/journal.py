@@ -17,6 +17,7 @@ reads a segment up to where the next one begins.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -152,19 +153,25 @@ class Journal:
                 if not self._waiting:
                     return
                 batch = self._take()
-            began, before = time.monotonic(), self.end
             try:
-                end = self._write(batch)
+                self._commit(batch)
             except OSError as error:
-                STORAGE_FAILURES.of().add()
                 self._fail(batch, error)
-                continue
-            STORAGE_SYNC.of().observe(time.monotonic() - began)
-            STORAGE_WRITTEN.of().add(end - before)
-            with self.lock:
-                self.end = end
-                self._owner.written(batch)
-            _tell(batch, None)
+            except Exception as error:  # a defect; without this thread nothing would ever be answered again
+                _logger.exception("a batch of the journal failed unexpectedly")
+                self._fail(batch, OSError(errno.EIO, f"unexpected: {error!r}"))
+            else:
+                _tell(batch, None)
+
+    def _commit(self, batch: Sequence[Write]) -> None:
+        """Write and sync a batch, and let the owner know. Raises OSError."""
+        began, before = time.monotonic(), self.end
+        end = self._write(batch)
+        STORAGE_SYNC.of().observe(time.monotonic() - began)
+        STORAGE_WRITTEN.of().add(end - before)
+        with self.lock:
+            self.end = end
+            self._owner.written(batch)
 
     def _take(self) -> list[Write]:
         """The next batch; at least one write, and one of any size."""
@@ -246,6 +253,7 @@ class Journal:
                 _logger.warning("the rest of a failed write stays in the segment at %d: %s", before, error)
 
     def _fail(self, batch: list[Write], error: OSError) -> None:
+        STORAGE_FAILURES.of().add()
         _logger.error(
             "the journal could not be written, and %d records are refused: %s",
             len(batch),

@@ -31,7 +31,7 @@ from pxrs.cluster.messages import Add
 from pxrs.cluster.storage.core import Entries as Present
 from pxrs.cluster.storage.core import FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
 from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, Kind, Record, seed_of
-from pxrs.cluster.storage.index import UNSYNCED, Entries, Index, Place, entries_of
+from pxrs.cluster.storage.index import Entries, Index, Place, entries_of
 from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
 from pxrs.cluster.storage.opening import open_journal
 from pxrs.cluster.storage.reading import EntryReader, Found
@@ -113,8 +113,9 @@ class StorageNode:
 
     @property
     def load(self) -> Load:
+        free_bytes = self._room.free_bytes  # before the lock is taken: a disk may hang
         with self.lock:
-            return Load(self.index.bytes, len(self.core), self._room.free_bytes, self.refuses)
+            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses)
 
     def look_at_room(self) -> None:
         """Look whether the disk has room, and whether a journal that could not be written can be written again. Called
@@ -143,7 +144,8 @@ class StorageNode:
         outcome = self.core.add(add.ledger, add.entry, head, add.lac, add.recovery)
         if isinstance(outcome.reply, PxrsError):
             return outcome.reply
-        if not outcome.append:
+        undo = functools.partial(self._forget, add.ledger, add.entry) if outcome.append else None
+        if undo is None and not self._is_damaged(add):
             self.journal.submit(Write(None, (), done))
             return None
         record = Record(
@@ -159,9 +161,15 @@ class StorageNode:
             head.checksum,
             head.size,
         )
-        undo = functools.partial(self._forget, add.ledger, add.entry)
         self.journal.submit(Write(record, add.body, done, undo))
         return None
+
+    def _is_damaged(self, add: Add) -> bool:
+        """Whether the entry, which is there, was found damaged where it lies, so that it is to be written again."""
+        position = self._reader.damaged.get((add.ledger, add.entry)) if self._reader.damaged else None
+        state = None if position is None else self.core.state(add.ledger)
+        place = None if state is None else entries_of(state).find(add.entry)
+        return place is not None and place.position == position
 
     def _told(self, number: int, done: Callable[[int, PxrsError | None], None], error: Exception | None) -> None:
         done(number, None if error is None else self._failure(error))
@@ -196,8 +204,8 @@ class StorageNode:
         undo = None
         if outcome.append:
             (item,) = outcome.append
-            number = getattr(item, "recovery", 0)
-            record = Record(Kind.FENCE, ledger, recovery=number)
+            assert isinstance(item, FenceItem)
+            record = Record(Kind.FENCE, ledger, recovery=item.recovery)
             undo = functools.partial(self._lower_fence, ledger, before)
         elif not outcome.is_after_sync:
             return outcome.reply, _nothing
@@ -238,8 +246,7 @@ class StorageNode:
             assert isinstance(reply, Present)
             present = set(reply.present)
             state = self.core.state(ledger)
-            places = {} if state is None else {entry: entries_of(state).find(entry) for entry in present}
-            if recovery is None and any(place is not None and place.position == UNSYNCED for place in places.values()):
+            if recovery is None and state is not None and not all(map(entries_of(state).is_synced, present)):
                 wait = self._wait_for(Write(None, (), _ignore))
         wait()
         return self._reader.read(ledger, range(first, last + 1), present, max_bytes, heads=heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import EntryHead
 from pxrs.cluster.storage.core import NodeCore
@@ -15,6 +15,8 @@ from pxrs.errors import DamagedFrame, NodeUnreachable, PxrsError
 from pxrs.log.batch import HEADER_BYTES, read_header
 
 _logger = logging.getLogger(__name__)
+
+DAMAGED_MAX: Final = 10_000
 
 
 class Found(NamedTuple):
@@ -36,6 +38,9 @@ class EntryReader:
     ) -> None:
         """lock: guards the core. damage: where headers of the journal are damaged."""
         self._node, self._core, self._journal, self._lock, self._damage = node, core, journal, lock, damage
+        self.damaged: dict[tuple[str, int], int] = {}
+        """By ledger and entry: the position of a record that was found damaged. At most DAMAGED_MAX. If such an entry
+        is added again, it is written again."""
 
     def read(self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool) -> Iterator[Found]:
         size = 0
@@ -72,6 +77,8 @@ class EntryReader:
                 if self._has_moved(ledger, place):
                     continue
                 _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
+                if len(self.damaged) < DAMAGED_MAX:
+                    self.damaged[ledger, entry] = place.position
                 return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
 
     def _has_moved(self, ledger: str, place: Place) -> bool:

@@ -23,10 +23,10 @@ from pxrs.errors import Closed
 from pxrs.remote.client.appends import PutStreams
 from pxrs.remote.client.arming import Armed, Arms
 from pxrs.remote.client.channel import Channel
-from pxrs.remote.client.control import Hello
+from pxrs.remote.client.control import ControlStream, Hello
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
 from pxrs.remote.client.link import Link
-from pxrs.remote.client.settings import Settings
+from pxrs.remote.client.settings import AWAY_S, Settings
 from pxrs.remote.heap import keep_freed_blocks
 from pxrs.waiting import Callback
 
@@ -85,7 +85,7 @@ class Connection:
 
     def _call(self, name: str, arguments: Mapping[str, Any], until: float, is_renewal: bool) -> dict[str, Any]:
         while True:
-            stream = self._link.take(until)
+            stream = self._take(until)
             try:
                 request = stream.send(name, arguments)
             except Unanswered:
@@ -99,6 +99,12 @@ class Connection:
                 if is_renewal and stream.is_silent_since(request):
                     stream.end("the server did not answer a renewal in time")
                 raise
+
+    def _take(self, until: float) -> ControlStream:
+        """The control stream, once there is one. Raises Unanswered, Closed, and why the server refuses this client."""
+        if self.settings.is_direct:
+            until = min(until, time.monotonic() + AWAY_S)
+        return self._link.take(until)
 
     def ask(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """As `call`, for a call that may be made twice: it is made again until an answer comes or the time is over."""
@@ -122,7 +128,7 @@ class Connection:
     def channel(self, until: float) -> Iterator[Channel]:
         """The channel to the server that is connected, for a stream that begins and ends within the block. Raises
         Unanswered if there is none at this moment of the monotonic clock, Closed."""
-        channel = self._link.take(until).channel
+        channel = self._take(until).channel
         with channel.used():
             yield channel
 
@@ -138,7 +144,7 @@ class Connection:
     def wait_armed(self, armed: Armed, timeout_s: float) -> None:
         """Return when every later change will wake it. Raises what the server answers; Unanswered; Closed."""
         until = time.monotonic() + timeout_s
-        self._link.take(until)  # raises at once if the server refuses this client
+        self._take(until)  # raises at once if the server refuses this client
         self._arms.wait(armed, until)
 
     def disarm(self, armed: Armed) -> None:

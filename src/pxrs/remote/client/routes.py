@@ -21,8 +21,8 @@ from pxrs.remote.client.topic import RemoteTopic
 
 ASK_S: Final = 0.05
 """How often the owners of a topic are asked for at most."""
-PEER_S: Final = 2.0
-"""How long a broker may be away before the partition's owner is asked for again."""
+ANSWER_S: Final = 20.0
+"""How long a broker may take to answer: longer than an append waits there for its acknowledgements."""
 
 
 class Peers:
@@ -62,8 +62,8 @@ class Peers:
             self._settings,
             shown=f"pxrs://{address}",
             targets=(address,),
-            timeout_s=min(PEER_S, self._settings.timeout_s),
-            patience_s=min(PEER_S, self._settings.patience_s),
+            timeout_s=ANSWER_S,
+            patience_s=ANSWER_S,
             is_direct=True,
         )
 

@@ -57,7 +57,8 @@ class Session:
                 return attempt(connection, until)
             except (Unanswered, *AWAY) as error:
                 self.connection()  # raises Closed if the log was closed meanwhile
-                if isinstance(error, Refused) or time.monotonic() + pause_s >= until:
+                is_final = isinstance(error, Refused) or connection.settings.is_direct
+                if is_final or time.monotonic() + pause_s >= until:
                     raise ReadFailed(f"{self.url}: {error}") from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)

@@ -14,6 +14,8 @@ PORT: Final = 7077
 """The port of an address that names none: the one on which `pxrs serve` listens by default."""
 TIMEOUT_S: Final = 10.0
 PATIENCE_S: Final = 60.0
+AWAY_S: Final = 1.0
+"""How long a call waits for a connection to a single broker."""
 TOKEN_VARIABLE: Final = "PXRS_TOKEN"
 OPTIONS: Final = ("timeout", "patience", "token_file", "tls", "ca_file", "cert_file", "key_file")
 
@@ -45,7 +47,8 @@ class Settings:
     given_token: str | None = field(default=None, repr=False)
     """The token of the environment; not used if there is a `token_file`."""
     is_direct: bool = False
-    """The server is a broker, and is asked for partitions that it owns itself (`routes`)."""
+    """The server is a broker, and is asked for partitions that it owns itself (`routes`). If it cannot be reached, the
+    caller asks who owns them now, so nothing waits for it for longer than AWAY_S."""
 
     @classmethod
     def of(cls, address: Address) -> Self:

@@ -185,7 +185,7 @@ class RemoteTopic(TopicLog):
                 sent = Sent([], error)
             if not isinstance(sent.error, Unanswered) or sent.error.was_sent or isinstance(sent.error, Refused):
                 return sent
-            if time.monotonic() + pause_s >= until:
+            if connection.settings.is_direct or time.monotonic() + pause_s >= until:
                 return sent
             self._session.connection()
             time.sleep(pause_s)

@@ -16,13 +16,14 @@ servers also die with the process that started them, however that one ends; else
 that is killed outright leaves its servers running.
 """
 
+from pxrs.launching import free_ports
 from pxrs.testing.servers.broker import BrokerServer
 from pxrs.testing.servers.certificates import Certificates, certificates
 from pxrs.testing.servers.cluster import Cluster, QuorumServer
 from pxrs.testing.servers.etcd import EtcdCluster, EtcdServer
 from pxrs.testing.servers.hub import HubServer
 from pxrs.testing.servers.postgres import PostgresServer, installed_postgres
-from pxrs.testing.servers.process import Server, ServerFailed, free_ports
+from pxrs.testing.servers.process import Server, ServerFailed
 from pxrs.testing.servers.storage import StorageServer
 from pxrs.testing.servers.zookeeper import ZooKeeperCluster, ZooKeeperServer
 

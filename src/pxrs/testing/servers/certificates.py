@@ -6,9 +6,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from pxrs.testing.servers.process import (
-    HOST,
-)
+from pxrs.launching import HOST
 
 
 @dataclass(frozen=True, slots=True)

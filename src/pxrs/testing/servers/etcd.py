@@ -6,13 +6,11 @@ import http.client
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pxrs.launching import HOST, free_ports, package_folder
 from pxrs.testing.servers.certificates import Certificates
 from pxrs.testing.servers.cluster import Cluster, QuorumServer
 from pxrs.testing.servers.process import (
-    HOST,
     PROBE_S_MAX,
-    free_ports,
-    package_folder,
 )
 
 

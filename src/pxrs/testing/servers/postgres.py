@@ -16,14 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from pxrs.launching import HOST, package_folder
 from pxrs.testing.servers.certificates import Certificates
 from pxrs.testing.servers.process import (
-    HOST,
     LOG_TAIL_BYTES,
     START_S_MAX,
     Server,
     ServerFailed,
-    package_folder,
     remove_folder,
     temporary_folder,
 )

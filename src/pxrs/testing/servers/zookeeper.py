@@ -7,14 +7,12 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from pxrs.launching import HOST, free_ports, package_folder
 from pxrs.spark.java import find_java
 from pxrs.testing.servers.certificates import Certificates
 from pxrs.testing.servers.cluster import Cluster, QuorumServer
 from pxrs.testing.servers.process import (
-    HOST,
     PROBE_S_MAX,
-    free_ports,
-    package_folder,
 )
 
 # What the server needs of Spark's jars. All of them on the class path would double the time to start.

@@ -1,0 +1,79 @@
+"""Pure: what a person should look at in a cluster, which `pxrs cluster status` and the web page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from pxrs.attention import Attention
+from pxrs.cluster.status import UNCHECKED, ClusterStatus, LedgerStatus, Shortage
+from pxrs.wording import counted
+
+LEDGERS_MAX: Final = 20
+"""How many ledgers that lack copies are named; the others are counted."""
+NAMES_MAX: Final = 5
+ID_CHARACTERS: Final = 8
+"""How much of an id is shown. `pxrs cluster retire` and `abandon` take as much."""
+
+
+def short(id: str) -> str:
+    """The beginning of the id of a node, a broker or a topic."""
+    return id[:ID_CHARACTERS]
+
+
+def problems(found: ClusterStatus) -> Iterator[Attention]:
+    """The most urgent first."""
+    if not found.brokers:
+        yield Attention(True, "cluster", "", "no broker is there: nobody can read or write")
+    if found.without_owner:
+        names = [f"{each.topic}/{each.partition}" for each in found.without_owner]
+        yield Attention(True, "cluster", "", f"{counted(len(names), 'partition')} without an owner: {some(names)}")
+    yield from _shortages(found)
+    for node in found.nodes:
+        if node.refuses is not None:
+            text = f"storage node {short(node.id)} at {node.address} takes no new entries: {node.refuses}"
+            yield Attention(True, "node", node.id, text)
+    for each in found.abandoned:
+        nodes = some([short(node) for node in each.nodes])
+        text = f"ledger {each.ledger} is to be recovered without {nodes}, as {each.who} decided"
+        yield Attention(False, "ledger", each.ledger, text)
+    for gone in found.deletions:
+        text = f"topic {gone.name} is being deleted, and has {counted(gone.ledgers, 'ledger')} left"
+        yield Attention(False, "topic", gone.name, text)
+
+
+def _shortages(found: ClusterStatus) -> Iterator[Attention]:
+    names = {each.id: each.name for each in found.topics}
+    alive = {node.id for node in found.nodes if node.is_alive}
+    lacking = [each for each in found.under_replicated if any(one.why != UNCHECKED for one in each.shortages)]
+    for ledger in sorted(lacking, key=lambda each: live_copies(each, alive))[:LEDGERS_MAX]:
+        place = f"{names.get(ledger.topic_id, short(ledger.topic_id))}/{ledger.partition}, ledger {ledger.number}"
+        yield Attention(True, "ledger", ledger.id, f"{place} lacks copies: {_reasons(ledger)}")
+    if len(lacking) > LEDGERS_MAX:
+        yield Attention(
+            True, "cluster", "", f"copies are also lacking in {counted(len(lacking) - LEDGERS_MAX, 'more ledger')}"
+        )
+    if unchecked := len(found.under_replicated) - len(lacking):
+        text = f"{counted(unchecked, 'ledger')} to be checked: a broker looks whether all copies are there"
+        yield Attention(False, "cluster", "", text)
+
+
+def live_copies(ledger: LedgerStatus, alive: set[str]) -> int:
+    """How many nodes of its worst fragment are there."""
+    return min((sum(node in alive for node in nodes) for _, nodes in ledger.fragments), default=0)
+
+
+def _reasons(ledger: LedgerStatus) -> str:
+    told = [_reason(each) for each in ledger.shortages if each.why != UNCHECKED]
+    return some(list(dict.fromkeys(told)), 3)
+
+
+def _reason(shortage: Shortage) -> str:
+    where = f"position {shortage.position}" if shortage.node is None else f"node {short(shortage.node)}"
+    towards = "" if shortage.copied_to is None else f", being copied to {short(shortage.copied_to)}"
+    return f"{where}: {shortage.why}{towards}"
+
+
+def some(names: list[str], count: int = NAMES_MAX) -> str:
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
