@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from pxrs.cluster.status import read_status
 from pxrs.registry.contract import Registry
 from pxrs.testing.cluster_processes import ClusterProcesses
 from pxrs.testing.servers import EtcdCluster
@@ -64,7 +65,11 @@ def test_c1_c4_faults_of_every_process_lose_double_and_reorder_nothing(
         count = chaos.check_topic()
         found = chaos.check_group(count)
         reads = chaos.check_reads()
-        chaos.eventually(lambda: not missing_copies(registry), lambda: f"copies: {missing_copies(registry)[:5]}")
+        chaos.eventually(
+            lambda: read_status(registry).is_whole, lambda: f"copies are missing: {read_status(registry).shortages[:5]}"
+        )
+        lacking = missing_copies(registry)
+        assert not lacking, chaos.tell(f"the status is whole, and nodes lack entries: {lacking[:5]}")
         assert not cluster.tracebacks(), chaos.tell(f"a process has failed: {cluster.tracebacks()}")
         print(  # noqa: T201
             f"cluster SEED={chaos.seed}: {dict(chaos.faults)}; {found}; {reads.reads} reads, {reads.failed} failed; "
