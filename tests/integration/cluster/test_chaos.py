@@ -20,7 +20,7 @@ from pxrs.testing.servers import EtcdCluster, PostgresServer, ZooKeeperServer
 from tests.integration.cluster.chaos import IS_SOAK, ClusterChaos, missing_copies
 from tests.integration.cluster.conftest import LEASE_S, NODE_TIMEOUT_S
 
-KINDS = (
+KINDS = (  # each is a method of ClusterChaos
     "broker_restarted",
     "broker_killed",
     "broker_paused",
@@ -31,6 +31,7 @@ KINDS = (
     "node_killed",
     "node_paused",
     "node_silent",
+    "quorum_lost",
     "registry_paused",
 )
 FAULTS = 100 if IS_SOAK else 10
@@ -38,12 +39,12 @@ FAULTS = 100 if IS_SOAK else 10
 
 def faults(chance: random.Random, count: int, kinds: Sequence[str]) -> list[list[str]]:
     """Each kind about as often as the others, in a random order, some of them two at a time. Of two at a time at most
-    one concerns brokers: there is always one that serves."""
+    one concerns brokers, so that there is always one that serves, and `quorum_lost` is alone."""
     rounds = (chance.sample(kinds, len(kinds)) for _ in range(count // len(kinds) + 1))
     chosen: list[list[str]] = []
     for kind in [kind for each in rounds for kind in each][:count]:
         last = chosen[-1] if chosen else []
-        is_apart = not (kind.startswith("broker") and last and last[0].startswith("broker"))
+        is_apart = "quorum_lost" not in (kind, *last) and not all(each.startswith("broker") for each in (kind, *last))
         if len(last) == 1 and kind not in last and is_apart and chance.random() < 0.6:
             last.append(kind)
         else:
