@@ -31,6 +31,8 @@ from pxrs.waiting import Callback, Subscription
 PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 0.25
 THREADS_MAX: Final = 4
 """How many servers are asked at the same time."""
+LOOK_S: Final = 5.0
+"""How often a reader that waits looks again although no server has reported a change."""
 SHARED_BYTES_MIN: Final = 1 << 20
 """A read of fewer bytes than this asks one server after the other: each of them returns at least one batch."""
 _MOVED: Final = (PartitionMoved, ReadFailed, ServerBusy)
@@ -116,7 +118,34 @@ class RoutedTopic(TopicLog):
                 del found[partition]  # the next look finds it at its new owner
             return found
 
-        return self._gather(chosen, fetch)
+        return self._first_found(chosen, fetch)
+
+    def _first_found(
+        self, partitions: list[int], fetch: Callable[[TopicLog, list[int]], Mapping[int, Fetched]]
+    ) -> dict[int, Fetched]:
+        """What the owners that answer have. Partitions without one hold up nothing: only while there is nothing to read
+        in the others, all are asked again. Raises ReadFailed once that has taken too long."""
+        until = time.monotonic() + self._patience_s
+        pause_s = PAUSE_S_MIN
+        while True:
+            found: dict[int, Fetched] = {}
+
+            def collect(log: TopicLog, mine: list[int], found: dict[int, Fetched] = found) -> dict[int, None]:
+                found.update(fetch(log, mine))
+                return dict.fromkeys(mine)
+
+            errors: dict[int, LogError] = {}
+            done = self._ask_once(partitions, collect, _MOVED, errors)
+            if found or len(done) == len(partitions):
+                return found
+            if time.monotonic() + pause_s > until:
+                raise next(iter(errors.values()))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def look_again_s(self, positions: Mapping[int, int]) -> float | None:
+        """A server that hangs reports nothing, and its partitions may have another owner."""
+        return LOOK_S
 
     def _read_in_turn(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
         """One partition after the other, until there are enough bytes."""
@@ -268,6 +297,25 @@ class RoutedTopic(TopicLog):
         pause_s = PAUSE_S_MIN
         left = partitions
         errors: dict[int, LogError] = {}
+        while True:
+            done = self._ask_once(left, ask, moved, errors)
+            left = [partition for partition in left if partition not in done]
+            if not left:
+                return {}
+            if time.monotonic() + pause_s > until:
+                why = f"{self.name}: no broker serves the partition"
+                return {each: errors.get(each, ReadFailed(why)) for each in left}
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def _ask_once(
+        self,
+        partitions: list[int],
+        ask: Callable[[TopicLog, list[int]], Mapping[int, None]],
+        moved: tuple[type[Exception], ...],
+        errors: dict[int, LogError],
+    ) -> set[int]:
+        """Ask each owner once. Returns the partitions that are done, and puts into `errors` why others are not."""
 
         def run(group: tuple[TopicLog, list[int]]) -> Mapping[int, None]:
             log, mine = group
@@ -279,19 +327,9 @@ class RoutedTopic(TopicLog):
                     errors[partition] = _late(error)
                 return {}
 
-        while True:
-            groups = self._groups(left, errors)
-            done: set[int] = set()
-            for each in map(run, groups) if len(groups) < 2 else self._crew.map(run, groups):
-                done.update(each)
-            left = [partition for partition in left if partition not in done]
-            if not left:
-                return {}
-            if time.monotonic() + pause_s > until:
-                why = f"{self.name}: no broker serves the partition"
-                return {each: errors.get(each, ReadFailed(why)) for each in left}
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        groups = self._groups(partitions, errors)
+        answers = map(run, groups) if len(groups) < 2 else self._crew.map(run, groups)
+        return {partition for done in answers for partition in done}
 
     def _groups(self, partitions: list[int], errors: dict[int, LogError]) -> list[tuple[TopicLog, list[int]]]:
         """The handles of these partitions, and which of them each serves."""
@@ -303,10 +341,19 @@ class RoutedTopic(TopicLog):
                 errors[partition] = _late(error)
                 continue
             groups.setdefault(id(log), (log, []))[1].append(partition)
-        for log, mine in groups.values():
+        return [(log, mine) for log, mine in groups.values() if self._can_wait_at(log, mine, errors)]
+
+    def _can_wait_at(self, log: TopicLog, mine: list[int], errors: dict[int, LogError]) -> bool:
+        """Have those who wait for these partitions wait at this handle. False if it does not serve them either."""
+        try:
             if self._waiting:
                 self._rearm(log, mine)
-        return list(groups.values())
+        except _MOVED as error:
+            for partition in mine:
+                self._routes.forget(partition, log)
+                errors[partition] = _late(error)
+            return False
+        return True
 
     def _checked(self, partitions: Iterable[int]) -> list[int]:
         """Raises InvalidRecord if the topic has no such partition; Closed, UsedAfterFork."""
