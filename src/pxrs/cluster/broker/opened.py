@@ -17,6 +17,8 @@ class Ticket(NamedTuple):
     """The end that the partition has once all of it is confirmed."""
     generation: int
     """That of the writer: a later one has been opened by a recovery, which may have lost the entry."""
+    began_at: float
+    """When the entry was sent, on the monotonic clock."""
 
 
 class Opened(NamedTuple):

@@ -58,6 +58,11 @@ CLOSE_S: Final = 2.0
 """How long a broker that stops waits for a ledger to be closed."""
 
 
+def fresh(error: PxrsError) -> PxrsError:
+    """The error, to be raised once more. Each raise adds to its traceback, which holds what every caller had."""
+    return error.with_traceback(None)
+
+
 class OwnedPartition:
     """Threads share it."""
 
@@ -115,8 +120,10 @@ class OwnedPartition:
             self._broker.view.look_again()
 
     def serve(self, opened: Opened) -> None:
-        """Serve what was opened."""
+        """Serve what was opened. Raises why it was given up meanwhile."""
         with self.lock:
+            if self._gone is not None:
+                raise fresh(self._gone)
             self._generation += 1
             self._chain, self._producers = opened.chain, opened.producers
             self._pending.clear()
@@ -162,9 +169,13 @@ class OwnedPartition:
         """Why it does not serve now; None if it does."""
         return self._gone or self._stuck
 
-    def get_stuck(self, why: str) -> None:
-        """The writer has stopped: appends fail until the ledger is recovered. May be called again."""
+    def get_stuck(self, why: str, generation: int | None = None) -> None:
+        """The writer has stopped: appends fail until the ledger is recovered. May be called again.
+
+        generation: that of the writer; nothing happens if a later one has been opened already."""
         with self.lock:
+            if generation not in (None, self._generation):
+                return
             if self._stuck is None:
                 self._stuck = PartitionUnavailable(self.name, why)
             if self._writer is not None:
@@ -176,7 +187,7 @@ class OwnedPartition:
         """Raise an error if this broker may not answer reads (C4): its lease may have ended, and another broker may
         have taken the partition and confirmed more."""
         if self._gone is not None:
-            raise self._gone
+            raise fresh(self._gone)
         if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
         if self._generation == 0:
@@ -205,11 +216,12 @@ class OwnedPartition:
             kept = self._recent.read(offset, max_bytes)
             if kept is None:
                 record, index = self._ledger_at(offset)
+                if index is not None:  # entries are added to it
+                    first, last = index.span(offset, max_bytes)
         if kept is not None:
             return within(kept, offset, max_bytes)
-        index = index or self._broker.reader.index(record)
-        first = index.find(offset)
-        last = index.reach(first, max_bytes)
+        if index is None:
+            first, last = self._broker.reader.index(record).span(offset, max_bytes)
         found = [self._decoded(record, read.entry, body_of(read)) for read in self._read(record, first, last)]
         with self.lock:
             self._check()
@@ -272,7 +284,7 @@ class OwnedPartition:
         while True:
             self._check()
             if self._stuck is not None:
-                raise self._stuck
+                raise fresh(self._stuck)
             assert self._writer is not None
             if self._is_full() and not self._is_rolling:
                 self._roll()
@@ -288,17 +300,22 @@ class OwnedPartition:
         incoming = self._producers.recall(incoming, self._next, self._origins_since, now / 1e6)
         placed = self._producers.place(incoming, self._next)
         new = [(batch, at.offset) for batch, at in zip(batches, placed, strict=True) if at.is_new]
-        needed = max(at.offset + batch.payload.rows for batch, at in zip(batches, placed, strict=True))
+        # Entries are confirmed as wholes: a batch is confirmed if its first row is. A duplicate may have other rows.
+        needed = max(at.offset for at in placed) + 1
         if new:
             assert self._writer is not None
             entry = encode_entry(new, self.place, now)
-            self._writer.append(entry)
             self._pending.append(entry)
             self._pending_bytes += entry.size
             self._next = entry.next_offset
             for batch, offset in new:
                 self._producers.note(batch.origin, offset, now / 1e6)
-        return Ticket(placed, needed, self._generation)
+            try:
+                self._writer.append(entry)
+            except Exception:  # some nodes may have the entry: only recovery can tell
+                _logger.exception("%s: an entry could not be sent", self.name)
+                self.get_stuck("an entry could not be sent to the storage nodes")
+        return Ticket(placed, needed, self._generation, time.monotonic())
 
     def _origins_since(self, offset: int) -> list[tuple[Origin, int]] | None:
         """The origins of the batches from this offset on, for `Producers.recall`; None if some are not there any more.
@@ -319,8 +336,9 @@ class OwnedPartition:
             found += entry.origins(self.place)
         return found
 
-    def wait(self, ticket: Ticket, until: float) -> list[Outcome]:
-        """The outcomes of an append, once they are known. until: on the monotonic clock."""
+    def wait(self, ticket: Ticket) -> list[Outcome]:
+        """The outcomes of an append, once they are known."""
+        until = ticket.began_at + self._broker.settings.append_s
         with self.lock:
             while ticket.needed > self._end and ticket.generation == self._generation:
                 if self.why_not is not None:
@@ -332,8 +350,8 @@ class OwnedPartition:
             if ticket.needed <= self._end and ticket.generation == self._generation:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not
-        if why is None and ticket.generation == self._generation:
-            self.get_stuck("an append was not acknowledged in time by enough storage nodes")
+        if why is None:
+            self.get_stuck("an append was not acknowledged in time by enough storage nodes", ticket.generation)
         unknown = AppendUnknown(
             f"{self.name}: {why or 'no acknowledgement of enough storage nodes came in time'}; the batch may be stored"
         )
@@ -368,16 +386,19 @@ class OwnedPartition:
     def _roll(self) -> None:
         """Under the lock: close this ledger and begin the next one, on another thread."""
         self._is_rolling = True
-        self._broker.crew.submit(self._roll_apart, self._generation)
+        self._broker.rollers.submit(self._roll_apart, self._generation)
 
     def _roll_apart(self, generation: int) -> None:
+        with self.lock:
+            full = self._writer
+            if full is None or generation != self._generation or self._stuck is not None:
+                return  # it was given up or recovered meanwhile, or is about to be
         try:
-            assert self._writer is not None
-            closed = self._writer.close(time.monotonic() + self._broker.settings.append_s)
+            closed = full.close(time.monotonic() + self._broker.settings.append_s)
             assert closed.end is not None
             writer = self.begin_next(closed.end)
         except Exception as error:  # noqa: BLE001 - the partition is opened again, which reports what is wrong
-            self.get_stuck(f"the next ledger could not be begun: {error}")
+            self.get_stuck(f"the next ledger could not be begun: {error}", generation)
             return
         with self.lock:
             if generation != self._generation or self._gone is not None:
@@ -430,7 +451,7 @@ class OwnedPartition:
                 if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
                     break
             if self.why_not is not None:
-                raise self.why_not
+                raise fresh(self.why_not)
             if not len(self._index):  # the producers' state is not yet in the ledger that stays (C3)
                 return None
             gone = [record for record in self._chain if (record.end or 0) <= start]
