@@ -238,7 +238,7 @@ def _consume_batches(hub: pxrs.Hub, total: int) -> Callable[[], None]:
 
 
 def costs() -> Table:
-    """The CPU time that the processes of a cluster take. Unlike ratios, it does not depend on how many cores there are."""
+    """The CPU time that the processes of a cluster take. It does not depend on the number of cores, as ratios do."""
     table = Table("what", title="CPU time in the client, the broker and a storage node", header_style="bold")
     for unit in ("us per 1,000 messages", "ms per MB"):
         for who in ("client", "broker", "node"):

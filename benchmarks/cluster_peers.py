@@ -12,7 +12,7 @@ import nats
 from nats.js.api import StorageType
 
 from benchmarks.log.servers import NatsServer
-from pxrs.testing.servers.process import HOST, free_ports
+from pxrs.launching import HOST, free_ports
 
 REPLICAS = 3
 WINDOW = 1_000

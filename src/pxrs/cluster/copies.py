@@ -104,6 +104,18 @@ def needs_repair(record: LedgerRecord, live: Collection[str]) -> bool:
     return record.is_closed and (bool(record.joining) or bool(shortages(record, live)))
 
 
+def is_repairable(record: LedgerRecord, live: Collection[str], spares: Collection[str]) -> bool:
+    """Whether a repair could do anything now. Without it, a ledger for which there is no node would be repaired again
+    and again in vain."""
+    if not record.is_closed:
+        return False
+    return bool(record.joining) or any(
+        shortage.why == "not checked"
+        or any(node not in record.fragment_of(shortage.place.first).nodes for node in spares)
+        for shortage in shortages(record, live)
+    )
+
+
 def is_used(record: LedgerRecord, fragment: Fragment, position: int) -> bool:
     """Whether the place has entries at all."""
     return next(iter(record.entries_of(fragment, position)), None) is not None

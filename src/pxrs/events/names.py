@@ -144,6 +144,18 @@ _EVENTS: Final = (
         ("queue", "queue_id", "taker", "count", "items"),
     ),
     Kind(
+        "node.lost",
+        "storage node {node} was away for {seconds} s: its copies are made anew on others",
+        ("node", "seconds"),
+        logging.WARNING,
+    ),
+    Kind("node.returned", "storage node {node} is back after {seconds} s", ("node", "seconds")),
+    Kind(
+        "ledger.repaired",
+        "{topic}/{partition}: ledger {ledger} got copies of {entries} entries in {seconds} s; {left} places lack one",
+        ("topic", "topic_id", "partition", "ledger", "entries", "nodes", "seconds", "left"),
+    ),
+    Kind(
         ADOPTED_REGISTRY,
         "the hub belongs to the registry {registry} now: the epochs of its groups are those of that registry",
         ("registry", "former"),
@@ -188,6 +200,14 @@ _AUDIT: Final = (
         ("action", "group", "queue", "topic", "partition", "source", "target", "error", "error_type"),
     ),
     ("act_on_page", "{what}, through the web page", ("what",)),
+    ("retire_node", "storage node {node} was retired", ("node",)),
+    ("reinstate_node", "storage node {node} is in use again", ("node",)),
+    ("forget_node", "storage node {node} was forgotten", ("node",)),
+    (
+        "abandon_nodes",
+        "{count} ledgers go on without the storage nodes {nodes}; acknowledged messages may be lost",
+        ("nodes", "ledgers", "count"),
+    ),
     ("retain", "retention of topic {topic} was applied", ("topic", "starts")),
 )
 

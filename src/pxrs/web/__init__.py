@@ -6,6 +6,7 @@
 | `groups` | the groups, each read again only after its records have changed |
 | `queues` | the queues and their items |
 | `queries` | what the registry holds of streaming queries |
+| `cluster` | the page of a cluster: its nodes, its ledgers and their copies |
 | `history` | the newest events of the hub, kept in memory |
 | `timeline` | pure: who owned which partition when, from events |
 | `browse` | messages of a topic: by offset, time or key |

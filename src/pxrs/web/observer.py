@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from pxrs.errors import PxrsError
 from pxrs.hub import Hub
+from pxrs.web.cluster import ClusterBook
 from pxrs.web.groups import GroupBook
 from pxrs.web.history import History
 from pxrs.web.queries import QueryBook
@@ -38,6 +39,7 @@ class Observer:
         self.groups = GroupBook(registry, self.topics, hub.check_registry)
         self.queues = QueueBook(registry)
         self.queries = QueryBook(registry)
+        self.cluster = ClusterBook(registry)
         self.history = History(lambda since: hub.events(since=since, follow=True))
         self.problem: str | None = None
         self.looked_at = 0.0

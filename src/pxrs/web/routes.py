@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from pxrs.errors import InvalidArgument, NotPermitted, PxrsError, RegistryUnavailable, Unauthenticated
 from pxrs.queue.states import ItemState
-from pxrs.web import browse, queues, views
+from pxrs.web import browse, cluster, queues, views
 from pxrs.web.access import Access, ReadOnly
 from pxrs.web.actions import ACTIONS
 from pxrs.web.guard import App, Guard
@@ -36,7 +36,7 @@ ASSETS: Final = {
     "icon.svg": "image/svg+xml",
     **{
         f"{name}.js": "text/javascript; charset=utf-8"
-        for name in ("app", "dom", "overview", "topic", "group", "queue", "queries", "actions", "timeline")
+        for name in ("app", "dom", "overview", "topic", "group", "queue", "queries", "actions", "timeline", "cluster")
     },
 }
 ITEMS_MAX: Final = 100
@@ -57,6 +57,7 @@ def page(observer: Observer, access: Access | None = None, hosts: tuple[str, ...
             Route("/api/session", routes.session),
             Route("/api/overview", routes.overview),
             Route("/api/queries", routes.queries),
+            Route("/api/cluster", routes.cluster),
             Route("/api/topics/{name}", routes.topic),
             Route("/api/topics/{name}/messages", routes.messages),
             Route("/api/groups/{name}", routes.group),
@@ -83,13 +84,24 @@ class _Routes:
         return _asset(name) if name in ASSETS else _plain({"error": "there is no such file"}, 404)
 
     def session(self, request: Request) -> Response:
-        return _plain({"has_actions": self._access.has_actions, "is_open": self._access.is_open})
+        return _plain(
+            {
+                "has_actions": self._access.has_actions,
+                "is_open": self._access.is_open,
+                "has_cluster": self._observer.cluster.is_there(),
+            }
+        )
 
     def overview(self, request: Request) -> Response:
         return self._see(request, lambda: views.overview(self._observer))
 
     def queries(self, request: Request) -> Response:
         return self._see(request, lambda: views.queries(self._observer))
+
+    def cluster(self, request: Request) -> Response:
+        """Reads the registry outside of the observer's lock: the records of a large cluster take a while."""
+        self._check_read(request)
+        return _plain({**views.status(self._observer), **cluster.view(self._observer.cluster.look())})
 
     def topic(self, request: Request) -> Response:
         return self._see(request, lambda: views.topic(self._observer, request.path_params["name"]))

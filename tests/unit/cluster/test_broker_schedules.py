@@ -30,7 +30,6 @@ from pxrs.errors import (
     NodeUnreachable,
     NotPermitted,
     PartitionMoved,
-    PxrsError,
     ReadFailed,
 )
 from pxrs.log.contract import Append, TopicLog
@@ -114,6 +113,7 @@ def test_a_node_at_another_address_does_not_stop_the_partition(found: Found, mon
     assert writer is not None
     node = next(each for each in writer.record.fragments[0].nodes if each is not None)
     link = links(node)
+    eventually(lambda: not writer._entries, what="entry 0 is not acknowledged by all nodes")
     reached, answered = threading.Event(), writer._answered
 
     def late(*arguments: Any) -> None:
@@ -156,13 +156,14 @@ def test_an_append_that_fails_in_one_partition_tells_the_truth_of_the_others(
     )
     first, second = sorted(mine)[:2]
 
-    def fail(offset: int) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise ReadFailed("the headers cannot be read")
 
     refusing = found.owner.ownership.owned(found.handle.id, second)
     assert refusing is not None
+    assert found.local.append([Append.encoded(second, records([b"a"]))]) == [StoredAt(0)]
     refusing._producers.forgotten = 1 << 40  # every new producer may have been forgotten
-    monkeypatch.setattr(refusing, "_origins_since", fail)
+    monkeypatch.setattr(found.broker.reader, "read", fail)
     appends = [
         Append.encoded(number, records([b"a"]), origin(0, uuid.uuid4()))._replace(since=0) for number in (first, second)
     ]
@@ -261,14 +262,9 @@ class _Slow:
         monkeypatch.setattr(NodeLink, "add", later)
 
 
-def test_a_placement_that_fails_while_an_entry_is_sent_gives_no_offset_twice(
-    found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_placement_that_fails_does_not_stop_the_ledger(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes have the entry, the third is away, and the function that chooses another one raises."""
-    writer = found.partition._writer
-    assert writer is not None
-    away = writer.record.fragments[0].nodes[-1]
-    call = NodeLinks.__call__
+    away, call = _last_node(found), NodeLinks.__call__
 
     def known(self: NodeLinks, node: str) -> NodeLink:
         if node == away:
@@ -280,14 +276,62 @@ def test_a_placement_that_fails_while_an_entry_is_sent_gives_no_offset_twice(
 
     monkeypatch.setattr(NodeLinks, "__call__", known)
     monkeypatch.setattr(Broker, "spares", fail)
-    try:
-        outcomes = found.local.append([Append.encoded(0, records([b"a"]))])
-    except PxrsError as error:
-        outcomes = [NotStored(error)]
-    monkeypatch.undo()
+    assert found.local.append([Append.encoded(0, records([b"a"]))]) == [StoredAt(0)]
+
+
+def test_c4_an_entry_that_was_sent_to_some_nodes_keeps_its_offset(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something fails after two nodes have been sent the entry: the next entry must not get the same offset."""
+    away, writer = _last_node(found), found.partition._writer
+    assert writer is not None
+    send = writer._send
+
+    def fail(node: str, *arguments: Any) -> list[Any]:
+        if node == away:
+            raise RuntimeError("a test")
+        return send(node, *arguments)
+
+    monkeypatch.setattr(writer, "_send", fail)
+    (outcome,) = found.local.append([Append.encoded(0, records([b"a"]))])
+    assert isinstance(outcome, MaybeStored)
     stored = eventually(lambda: _stored(found.local, b"b"))
-    assert isinstance(outcomes[0], StoredAt | MaybeStored)
-    assert values_from(found.topic, 0)[stored] == b"b"
+    assert values_from(found.topic, 0) == [b"a"] * stored + [b"b"]
+
+
+def _last_node(found: Found) -> str | None:
+    writer = found.partition._writer
+    assert writer is not None
+    return writer.record.fragments[0].nodes[-1]
+
+
+def test_l4_nodes_answer_while_an_append_searches_for_its_producer(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The producer was forgotten. Its first batch is searched for on storage nodes, and other batches are stored in the
+    meantime; then the retry is recognised."""
+    producer, partition, reader = uuid.uuid4(), found.partition, found.broker.reader
+    first = Append.encoded(0, records([b"a"]), origin(0, producer), since=0)
+    assert found.local.append([first]) == [StoredAt(0)]
+    assert found.local.append([Append.encoded(0, records([b"b"]))]) == [StoredAt(1)]
+    partition._producers = Producers(forgotten=1)
+    reading, go, read = threading.Event(), threading.Event(), reader.read
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        reading.set()
+        assert go.wait(30)
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(reader, "read", slowly)
+    again = aside(lambda: found.local.append([first]))
+    try:
+        assert reading.wait(10)
+        between = aside(lambda: found.local.append([Append.encoded(0, records([b"c"]))])).result(10)
+    finally:
+        go.set()
+    assert between == [StoredAt(2)]
+    assert again.result() == [StoredAt(0, is_duplicate=True)]
+    assert values_from(found.topic, 0) == [b"a", b"b", b"c"]
 
 
 def _stored(topic: TopicLog, value: bytes) -> int | None:

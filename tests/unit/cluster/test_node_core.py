@@ -19,6 +19,7 @@ from pxrs.cluster.storage.core import (
     RememberItem,
     Removed,
     RemoveItem,
+    Start,
     StoreItem,
     decide_start,
 )
@@ -134,12 +135,16 @@ def test_a_node_that_replays_its_journal_is_what_it_was() -> None:
     )
 
 
+def test_a_retired_node_is_itself_when_it_is_started_again() -> None:
+    retired = NodeRecord("h:1", 5, state="retired")  # its copies are needed until others have them
+    assert decide_start(Cookie("n1", "c", 5), retired, "c", 0, "n2") == Start("n1", 6, False, "")
+
+
 def test_c5_a_disk_that_is_blank_behind_or_of_another_cluster_is_a_new_node() -> None:
     registered = NodeRecord("h:1", starts=5, journal_end=100)
     for starts in (5, 6):  # 6: the last start died before it raised the counter in the registry
         found = decide_start(Cookie("n1", "c", starts), registered, "c", 100, "n2")
         assert (found.node, found.starts, found.is_new) == ("n1", 6, False)
-    retired = NodeRecord("h:1", 5, state="retired")
     for cookie, record, end in (
         (None, None, 0),
         (Cookie("n1", "c", 4), registered, 100),
@@ -147,7 +152,6 @@ def test_c5_a_disk_that_is_blank_behind_or_of_another_cluster_is_a_new_node() ->
         (Cookie("n1", "c", 5), registered, 99),
         (Cookie("n1", "other", 5), registered, 100),
         (Cookie("n1", "c", 5), None, 100),
-        (Cookie("n1", "c", 5), retired, 100),
     ):
         found = decide_start(cookie, record, "c", end, "n2")
         assert (found.node, found.starts, found.is_new) == ("n2", 1, True)

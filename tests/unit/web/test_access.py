@@ -44,7 +44,15 @@ def test_reading_needs_a_token_that_may_read_the_hub_and_acting_one_that_may_adm
     limited = token(file, "limited", "topic:orders=read")
     access = ServerTokens(Gate(file, HubNames(hub.topics, hub.registry.get)))
     with WebServer(hub, "127.0.0.1:0", access) as page:
-        paths = ("overview", "queries", "topics/orders", "topics/orders/messages", "queues/mails", "queues/mails/items")
+        paths = (
+            "overview",
+            "queries",
+            "cluster",
+            "topics/orders",
+            "topics/orders/messages",
+            "queues/mails",
+            "queues/mails/items",
+        )
         for path in paths:
             assert ask(page, "GET", f"/api/{path}").status == 401
             assert ask(page, "GET", f"/api/{path}", X_Pxrs_Token="pxrs-wrong").status == 401

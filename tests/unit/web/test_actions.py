@@ -112,7 +112,7 @@ def test_nothing_is_changed_without_the_token_or_the_confirmation(hub: pxrs.Hub,
 def test_a_page_without_a_token_only_shows(hub: pxrs.Hub) -> None:
     before = state(hub)
     with server(hub) as page:
-        assert get(page, "/api/session") == {"has_actions": False, "is_open": True}
+        assert get(page, "/api/session") == {"has_actions": False, "is_open": True, "has_cluster": False}
         for action, given in GIVEN.items():
             assert post(page, f"/api/actions/{action}", {**given, "confirmed": True}).status == 403
     assert state(hub) == before

@@ -275,7 +275,7 @@ def test_bytes_that_are_no_http_end_the_connection(page: WebServer) -> None:
             connection.sendall(sent + b"\r\n\r\n")
             answer = connection.recv(65_536)
             assert not answer or answer.startswith(b"HTTP/1.1 4")
-    assert get(page, "/api/session") == {"has_actions": True, "is_open": True}
+    assert get(page, "/api/session") == {"has_actions": True, "is_open": True, "has_cluster": False}
 
 
 def test_the_time_of_a_message_is_in_seconds(hub: pxrs.Hub, page: WebServer) -> None:

@@ -11,6 +11,11 @@ from pxrs.cli.lazy import Lazy, LazyGroup
 COMMANDS: Final = {
     "up": Lazy("pxrs.cli.cluster.up", "up", "Run a cluster of real processes on this machine, to try it."),
     "status": Lazy("pxrs.cli.cluster.status", "status", "Show brokers, storage nodes, partitions, what lacks copies."),
+    "retire": Lazy("pxrs.cli.cluster.nodes", "retire", "Take a storage node out of service: its copies are moved."),
+    "reinstate": Lazy("pxrs.cli.cluster.nodes", "reinstate", "Use a storage node again that was retired."),
+    "forget": Lazy("pxrs.cli.cluster.nodes", "forget", "Remove a storage node that is stopped and not needed."),
+    "abandon": Lazy("pxrs.cli.cluster.nodes", "abandon", "Go on without storage nodes that will never return."),
+    "demo": Lazy("pxrs.cli.cluster.demo.command", "demo", "Kill a broker and a storage node, and count every message."),
 }
 
 

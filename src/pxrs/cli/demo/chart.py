@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pxrs.cli.demo.samples import Mark, Sample, rate, tenures
+from pxrs.cli.demo.samples import Mark, Sample, Span, rate, tenures
 from pxrs.errors import MissingDependency
 
 # Colours that colour-blind people can distinguish.
 SENT, HANDLED, READ = "#7f7f7f", "#0072b2", "#d55e00"
 OWNERS: Final = ("#56b4e9", "#009e73", "#e69f00")
 _INK, _FAINT = "#333333", "#dddddd"
-_STOPPED: Final = "ben is stopped"
 _WIDTH_S: Final = 1.0
 _BATCH_WIDTH_S: Final = 3.0
 """Seconds over which the rate of Spark is averaged, because Spark writes a checkpoint only once for each batch."""
 
 
-def draw(path: Path, title: str, subtitle: str, samples: Sequence[Sample], marks: Sequence[Mark]) -> None:
+def draw(
+    path: Path,
+    title: str,
+    subtitle: str,
+    samples: Sequence[Sample],
+    marks: Sequence[Mark],
+    spans: Sequence[Span] = (),
+) -> None:
     """Save the chart. Raises MissingDependency."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -33,11 +38,11 @@ def draw(path: Path, title: str, subtitle: str, samples: Sequence[Sample], marks
     _speeds(speeds, samples)
     _lags(lags, samples)
     _owners(owners, samples)
-    for begin, end in pairwise(marks[1:]):
+    for span in spans:
         style = {"facecolor": "none", "edgecolor": _INK, "alpha": 0.35, "hatch": "///", "linewidth": 0}
-        owners.axvspan(begin.at_s, end.at_s, label=_STOPPED, **style)
+        owners.axvspan(span.begin_s, span.end_s, label=span.text, **style)
     for axes in (speeds, lags, owners):
-        _dress(axes, marks)
+        _dress(axes, marks, {span.text for span in spans})
     _name_marks(speeds, marks)
     owners.set_xlabel("seconds since the workers were started")
     owners.set_xlim(samples[0].at_s, samples[-1].at_s)
@@ -100,7 +105,8 @@ def _owners(axes: Any, samples: Sequence[Sample]) -> None:
     axes.set_ylabel("owner of partition")
 
 
-def _dress(axes: Any, marks: Sequence[Mark]) -> None:
+def _dress(axes: Any, marks: Sequence[Mark], last: Collection[str]) -> None:
+    """last: entries of the legend that are no owners."""
     axes.grid(axis="x", color=_FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -108,7 +114,7 @@ def _dress(axes: Any, marks: Sequence[Mark]) -> None:
     for mark in marks:
         axes.axvline(mark.at_s, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
     # The legend is beside the axes, so that it covers nothing; entries that are no owners come last.
-    entries = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] == _STOPPED)
+    entries = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] in last)
     axes.legend(*zip(*entries, strict=True), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 

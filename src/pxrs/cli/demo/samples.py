@@ -39,6 +39,15 @@ class Tenure:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time to mark in the chart: in the panel of the owners."""
+
+    begin_s: float
+    end_s: float
+    text: str
+
+
 Line = tuple[list[float], list[float]]
 """Times, and the value at each time."""
 

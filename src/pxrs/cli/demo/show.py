@@ -64,7 +64,7 @@ def _draw(console: Console, path: Path, story: Demo, ending: Ending, has_spark: 
         totals = "; Spark's totals right to the cent" if has_spark else ""
         subtitle = f"nothing lost, in order, nothing done twice beyond the last checkpoint{totals}"
     try:
-        chart.draw(path, title, subtitle, story.samples, story.marks)
+        chart.draw(path, title, subtitle, story.samples, story.marks, story.spans)
     except MissingDependency as error:
         _say(console, f"no chart: {escape(str(error))}")
     except OSError as error:

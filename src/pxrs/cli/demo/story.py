@@ -25,7 +25,7 @@ import pxrs
 from pxrs.cli.demo import orders
 from pxrs.cli.demo.account import Line, Made, account, are_right, reasons, spark_lines
 from pxrs.cli.demo.crew import Worker
-from pxrs.cli.demo.samples import Mark, Sample
+from pxrs.cli.demo.samples import Mark, Sample, Span
 from pxrs.cli.demo.sender import Sender
 from pxrs.cli.demo.spark import DEAD_LETTERS, SOURCE, TOTALS, Spark
 from pxrs.cli.demo.view import picture, spark_table
@@ -94,6 +94,7 @@ class Demo:
         self._read_at = 0.0
         self.samples: list[Sample] = []
         self.marks: list[Mark] = []
+        self.spans: list[Span] = []
 
     def run(self) -> Ending:
         """Run the demo to its end. Raises Stuck."""
@@ -170,6 +171,7 @@ class Demo:
         ben.refused = None
         ben.signal(signal.SIGCONT, "woken: a zombie")
         self._mark("woken: refused")
+        self.spans.append(Span(self.marks[-2].at_s, self.marks[-1].at_s, "ben is stopped"))
         self._until(lambda: ben.refused is not None, "refuse the zombie")
         self._say(f"ben woke up, finished it and tried to commit: [green]refused[/] ({escape(str(ben.refused))})")
         ben.state, cleo.state = "a new member", "running"

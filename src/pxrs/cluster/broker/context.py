@@ -33,6 +33,8 @@ class BrokerSettings:
     """How many partitions are opened at a time."""
     copies_grace_s: float = 10.0
     """How long a node may be away before its copies are made anew on others."""
+    repairs_max: int = 2
+    """How many ledgers get copies at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,9 @@ class Broker:
     def ensemble(self, topic: TopicRecord) -> tuple[str | None, ...]:
         """The nodes of a new ledger; None where there is none."""
         placement = placement_named(topic.placement)
-        return ensemble(placement, self.view.seen.alive, topic.quorum.ensemble, next(self.turns))
+        return ensemble(placement, self.view.seen.takers, topic.quorum.ensemble, next(self.turns))
 
     def spares(self, topic: TopicRecord, without: Iterable[str]) -> list[str]:
         """The nodes that may take the place of another, the best first."""
-        candidates = storage_candidates(self.view.seen.alive, without)
+        candidates = storage_candidates(self.view.seen.takers, without)
         return choose(placement_named(topic.placement), candidates, len(candidates), next(self.turns))

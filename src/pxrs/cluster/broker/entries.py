@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pxrs.errors import DamagedFrame
 from pxrs.log.batch import (
@@ -137,6 +138,16 @@ def decode_entry(data: pa.Buffer, where: str, place: int) -> Entry:
         raise DamagedFrame(where, 0, "the entry holds no batch")
     rows = frames[-1].next_offset - frames[0].offset
     return Entry(tuple(frames), (data,), data.size, frames[0].offset, rows, last_timestamp, stored_at)
+
+
+def offset_of(frames: Iterable[Frame], timestamp: int) -> int | None:
+    """The offset of the first row that has this timestamp or a later one; None if there is none."""
+    for frame in frames:
+        times = frame.batch().records.column("timestamp").cast(pa.int64())
+        at = pc.index(pc.greater_equal(times, timestamp), True).as_py()
+        if at >= 0:
+            return frame.offset + int(at)
+    return None
 
 
 def within(frames: Iterable[Frame], offset: int, max_bytes: int) -> list[Batch]:

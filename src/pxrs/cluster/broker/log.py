@@ -13,7 +13,7 @@ from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.staging import ClusterStaging
 from pxrs.cluster.broker.topic import OwnedTopic
-from pxrs.cluster.ledgers import Quorum
+from pxrs.cluster.ledgers import LedgerName, Quorum
 from pxrs.cluster.records import DeletedTopic, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, PartitionMoved, PxrsError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.contract import DamagedTopic, Log, TopicLog
@@ -188,22 +188,32 @@ class ClusterLog(Log, HasStaging):
 
     def _finish(self, topic_id: str, gone: DeletedTopic) -> None:
         """Remove what the registry holds of a deleted topic (P7). The nodes find that their ledgers have no record."""
+        for _ in range(TRIES_MAX):
+            try:
+                self._remove(topic_id, gone)
+                return
+            except Conflict:
+                continue  # the owner of a partition has begun a ledger, or given the partition up
+            except PxrsError as error:
+                _logger.info("what is left of the deleted topic %s is removed later: %s", gone.name, error)
+                return
+
+    def _remove(self, topic_id: str, gone: DeletedTopic) -> None:
+        """Raises Conflict, what the registry raises."""
         registry = self.broker.registry
-        try:
-            for partition in range(gone.partitions):
-                key = records.owner_key(topic_id, partition)
-                entry = registry.get(key)
-                if entry is not None:
-                    owner = OwnerRecord.parse(entry.key, entry.value)
-                    if not owner.is_deleted:  # from now on nobody creates a ledger of this partition
-                        registry.commit({key: entry.version}, {key: owner.deleted().dump()})
-                for ledger in registry.scan(records.ledgers_prefix(topic_id, partition)):
-                    registry.commit(delete=[ledger.key])
-            for partition in range(gone.partitions):
-                registry.commit(delete=[records.owner_key(topic_id, partition)])
-            registry.commit(delete=[records.deleted_key(topic_id)])
-        except PxrsError as error:
-            _logger.info("what is left of the deleted topic %s is removed later: %s", gone.name, error)
+        for partition in range(gone.partitions):
+            key = records.owner_key(topic_id, partition)
+            entry = registry.get(key)
+            if entry is not None:
+                owner = OwnerRecord.parse(entry.key, entry.value)
+                if not owner.is_deleted:  # from now on nobody creates a ledger of this partition
+                    registry.commit({key: entry.version}, {key: owner.deleted().dump()})
+            for ledger in registry.scan(records.ledgers_prefix(topic_id, partition)):
+                decision = records.abandoned_key(LedgerName.of_key(ledger.key))
+                registry.commit(delete=[ledger.key, decision])
+        for partition in range(gone.partitions):
+            registry.commit(delete=[records.owner_key(topic_id, partition)])
+        registry.commit(delete=[records.deleted_key(topic_id)])
 
     def identity(self, *, joins: bool) -> tuple[str, str]:
         return self._cluster, f"cluster {self._cluster[:8]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from typing import Final
 
@@ -26,10 +27,12 @@ class Membership:
     def __init__(self, registry: Registry, address: str, name: str, lease_ttl: float) -> None:
         self._registry, self.address, self._name, self._lease_ttl = registry, address, name, lease_ttl
         self._lock = threading.Lock()
+        self._started_at = time.time()
         self._lease: Lease | None = None
         self.incarnation = ""
         """Names this incarnation in owner records; empty before the first `join`."""
         self._load = 0.0
+        self._is_leaving = False
 
     @property
     def lease(self) -> Lease | None:
@@ -64,17 +67,26 @@ class Membership:
 
     def tell_load(self, load: float) -> None:
         """Put the load into the key, if it has changed. Raises what the registry raises."""
+        if load != self._load:
+            self._load = load
+            self._tell()
+
+    def _tell(self) -> None:
         lease = self.lease
-        if lease is None or load == self._load:
+        if lease is None:
             return
-        self._load = load
         try:
             self._registry.commit(ephemeral={records.broker_key(self.incarnation): self._record().dump()}, lease=lease)
         except LeaseExpired:
             return  # noticed by the next `join`
 
+    def tell_leaving(self) -> None:
+        """Other brokers count on this one for no more partitions. Raises what the registry raises."""
+        self._is_leaving = True
+        self._tell()
+
     def _record(self) -> BrokerRecord:
-        return BrokerRecord(self.address, self._name, self._load, version=__version__)
+        return BrokerRecord(self.address, self._name, self._load, self._started_at, __version__, self._is_leaving)
 
     def close(self) -> None:
         """End the lease: other brokers take the partitions at once."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.errors import PxrsError
 from pxrs.log.producers import Placement, Producers
 
 
@@ -27,3 +28,8 @@ class Opened(NamedTuple):
     chain: list[LedgerRecord]
     writer: LedgerShell
     producers: Producers
+
+
+def fresh(error: PxrsError) -> PxrsError:
+    """The error, to be raised once more. Each raise adds to its traceback, which holds what every caller had."""
+    return error.with_traceback(None)

@@ -16,9 +16,10 @@ from pxrs.cluster.broker.entries import STATE_ENTRY, load_state, origin_heads
 from pxrs.cluster.broker.opened import Opened
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.recovering import Recoverer
+from pxrs.cluster.deciding import abandonment_of
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import OwnerRecord, state_ledgers
-from pxrs.errors import PartitionMoved, PartitionUnavailable
+from pxrs.errors import PartitionMoved, PartitionUnavailable, ReadFailed
 from pxrs.log.producers import Producers
 
 _logger = logging.getLogger(__name__)
@@ -54,17 +55,29 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> None:
 def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRecord]) -> Producers:
     """The producers' state at the end of the closed ledgers (C3)."""
     producers = Producers()
-    now = broker.clock.wall_time_us() / 1e6
     for record in closed[state_ledgers(closed) :] if closed else ():
         if record.last is None or record.last < STATE_ENTRY:
             continue
-        (state,) = broker.reader.read(record, STATE_ENTRY, STATE_ENTRY)
         try:
-            producers.load(load_state(bytes(state.body)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise PartitionUnavailable(partition.name, f"entry 0 of ledger {record.id} is damaged: {error}") from error
-        if record.last > STATE_ENTRY:
-            for read in broker.reader.read(record, STATE_ENTRY + 1, record.last, heads=True):
-                where = f"entry {read.entry} of ledger {record.id}"
-                producers.note_all(origin_heads(read.body, where, partition.place), now)
+            _load(broker, partition, record, producers)
+        except ReadFailed as error:
+            if not record.abandoned and abandonment_of(broker.registry, record) is None:
+                raise
+            # An operator has accepted the loss (C6): a batch that a producer sends again may be stored twice.
+            _logger.error("%s: what its producers have sent is not all known: %s", partition.name, error)
     return producers
+
+
+def _load(broker: Broker, partition: OwnedPartition, record: LedgerRecord, producers: Producers) -> None:
+    """Add what one ledger says. Raises ReadFailed, PartitionUnavailable."""
+    assert record.last is not None
+    now = broker.clock.wall_time_us() / 1e6
+    (state,) = broker.reader.read(record, STATE_ENTRY, STATE_ENTRY)
+    try:
+        producers.load(load_state(bytes(state.body)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise PartitionUnavailable(partition.name, f"entry 0 of ledger {record.id} is damaged: {error}") from error
+    if record.last > STATE_ENTRY:
+        for read in broker.reader.read(record, STATE_ENTRY + 1, record.last, heads=True):
+            where = f"entry {read.entry} of ledger {record.id}"
+            producers.note_all(origin_heads(read.body, where, partition.place), now)

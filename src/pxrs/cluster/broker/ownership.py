@@ -7,11 +7,16 @@ from what it sees, and made true by commits that expect it:
     an owned partition is not open, or its writer has stopped   open it (again)
     the owner record of an owned partition names another claim  give it up
     a partition's owner is not there any more                   the least loaded broker claims it; any, after CLAIM_S
+    this broker has more partitions than others (`balance`)     release one: close its ledger, then free the claim
     the lease was lost                                          give everything up, join as a new incarnation
 
 A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read,
 and that the last owner's key is gone. So of two brokers one gets the partition, a broker whose lease has ended gets
 none, a deleted topic gets no owner, and nobody takes a partition from a broker that may still answer reads (C4).
+
+A partition is released in this order: its ledger is closed, so that the next owner need not recover it; this broker
+stops to answer for it; the owner record is freed by a commit that expects the claim. The other way round, this broker
+could answer a read from its memory while the next owner has confirmed more already.
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from pxrs.cluster import records
+from pxrs.cluster.broker.balance import to_release
 from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.opening import open_partition
@@ -56,9 +63,13 @@ class Ownership:
         """Partitions that a thread opens, or before when they are not tried again (monotonic)."""
         self._orphans: dict[Place, float] = {}
         """Since when a partition is seen without an owner."""
+        self._releasing: Place | None = None
+        """The partition that is given to another broker. It is not claimed until that is done."""
         self._subscribers: dict[str, Subscribers] = {}
         self._wake = threading.Event()
         self._is_closed = False
+        self._is_cut_off = False
+        """While this broker stops: the registry does not answer, so that nothing can be released."""
         self._pool = ThreadPoolExecutor(broker.settings.openings_max, "pxrs-opening")
         self._subscription = broker.view.subscribe(self._wake.set)
         self._thread: threading.Thread | None = None
@@ -103,19 +114,64 @@ class Ownership:
         topics = {record.topic.id: (record, version) for record, version in seen.topics.values()}
         for place, partition in self.partitions().items():
             owner = seen.owners.get(place)
-            if place[0] not in topics and owner is not None:
+            if place[0] not in topics:
                 self._give_up(place, TopicDeleted(partition.topic.topic.name, place[0], is_made_again=False))
-            elif owner is not None and owner[0].broker != me and owner[0].epoch >= partition.epoch:
+                continue
+            partition.topic = topics[place[0]][0]  # its settings may have been changed
+            if place == self._releasing:
+                continue
+            if owner is not None and owner[0].broker != me and owner[0].epoch >= partition.epoch:
                 self._give_up(place, PartitionMoved(f"{partition.name}: another broker has claimed the partition"))
             elif partition.is_stuck:
                 self._begin(place, partition)
-            else:
-                partition.offer_spares()
-        load = Counter(owner.broker for owner, _ in seen.owners.values())
-        candidates = {each: Candidate(each, float(load[each])) for each in sorted({*seen.brokers, me})}
+        load = Counter(owner.broker for place, (owner, _) in seen.owners.items() if place[0] in topics)
+        takers = {each for each, found in seen.brokers.items() if not found.is_leaving} | {me}
+        candidates = {each: Candidate(each, float(load[each])) for each in sorted(takers)}
         for topic_id, (topic, version) in topics.items():
             for number in range(topic.topic.partitions):
                 self._consider((topic_id, number), topic, version, seen, candidates)
+        self._rebalance(seen, takers, topics.values())
+
+    def _rebalance(self, seen: Seen, takers: set[str], topics: Iterable[tuple[TopicRecord, int]]) -> None:
+        """Release a partition to a broker that has fewer."""
+        owners = {
+            (topic.topic.id, number): seen.owners.get((topic.topic.id, number), (OwnerRecord(), 0))[0].broker
+            for topic, _ in topics
+            for number in range(topic.topic.partitions)
+        }
+        mine = self.partitions()
+        serving = [place for place, partition in mine.items() if partition.why_not is None]
+        place = to_release(self._broker.membership.incarnation, takers, owners, serving)
+        with self._lock:
+            if place is None or self._releasing is not None or self._is_closed:
+                return
+            self._releasing = place
+        self._pool.submit(self._hand_over, place, mine[place])
+
+    def _hand_over(self, place: Place, partition: OwnedPartition) -> None:
+        try:
+            self._release(place, partition, "another broker has fewer partitions")
+            self._broker.view.refresh()  # before anything else is released
+        except PxrsError as error:
+            # If the owner record still names this broker, the next look claims the partition again.
+            _logger.warning("partition %s was not released: %s", partition.name, error)
+        except Exception:
+            _logger.exception("partition %s was not released", partition.name)
+        finally:
+            self._releasing = None
+            self._wake.set()
+
+    def _release(self, place: Place, partition: OwnedPartition, why: str) -> None:
+        """Give a partition to the other brokers. Raises what the registry raises."""
+        began = time.monotonic()
+        partition.close_ledger()
+        self._give_up(place, PartitionMoved(f"{partition.name}: {why}"))
+        key, claim = records.owner_key(*place), partition.claim
+        try:
+            self._broker.registry.commit({key: claim.version}, {key: claim.owner.released().dump()})
+        except Conflict:
+            return  # another broker has claimed it, or the topic is gone
+        _logger.info("released partition %s after %.3f s", partition.name, time.monotonic() - began)
 
     def _consider(
         self, place: Place, topic: TopicRecord, version: int, seen: Seen, candidates: dict[str, Candidate]
@@ -123,9 +179,9 @@ class Ownership:
         """Claim a partition if it has no living owner and falls to this broker."""
         owner, owner_version = seen.owners.get(place, (OwnerRecord(), ABSENT))
         me = self._broker.membership.incarnation
-        if place in self._owned or owner.is_deleted:
+        if place in self._owned or owner.is_deleted or place == self._releasing:
             return
-        if owner.broker in candidates and owner.broker != me:
+        if owner.broker in seen.brokers and owner.broker != me:
             self._orphans.pop(place, None)
             return
         since = self._orphans.setdefault(place, time.monotonic())
@@ -198,13 +254,31 @@ class Ownership:
             self._give_up(place, why)
 
     def close(self) -> None:
-        """Release everything: the lease ends, and other brokers take the partitions at once."""
+        """Release everything: other brokers take each partition as soon as its ledger is closed."""
         self._is_closed = True
         self._wake.set()
         self._subscription.close()
         if self._thread is not None:
             self._thread.join(LOOK_S * 5)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for place, partition in self.partitions().items():
-            partition.close_ledger()
+        try:
+            self._broker.membership.tell_leaving()
+        except PxrsError as error:
+            _logger.warning("other brokers were not told that this one is stopping: %s", error)
+        with ThreadPoolExecutor(self._broker.settings.openings_max, "pxrs-releasing") as pool:
+            for place, partition in self.partitions().items():
+                pool.submit(self._release_last, place, partition)
+
+    def _release_last(self, place: Place, partition: OwnedPartition) -> None:
+        try:
+            if not self._is_cut_off:
+                self._release(place, partition, "the broker is stopping")
+        except PxrsError as error:
+            self._is_cut_off = True
+            _logger.warning(
+                "partition %s was not released; others take it when the lease ends: %s", partition.name, error
+            )
+        except Exception:
+            _logger.exception("partition %s was not released", partition.name)
+        finally:
             self._give_up(place, PartitionMoved(f"{partition.name}: the broker is stopping"))

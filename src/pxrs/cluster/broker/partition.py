@@ -13,24 +13,24 @@ for its confirmation waits for the same one (`place` finds it among the producer
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pxrs.cluster import records
-from pxrs.cluster.broker.beginning import Claim, next_ledger
+from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove_ledgers
 from pxrs.cluster.broker.context import Broker
-from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, origin_heads, state_entry, within
+from pxrs.cluster.broker.entries import STATE_ENTRY, Entry, decode_entry, encode_entry, offset_of, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
-from pxrs.cluster.broker.opened import Opened, Ticket
+from pxrs.cluster.broker.opened import Opened, Ticket, fresh
 from pxrs.cluster.broker.reading import body_of
+from pxrs.cluster.broker.recalling import Origins, Recalled, Span, Unread, closed_spans
 from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
@@ -46,7 +46,7 @@ from pxrs.errors import (
     SequenceGap,
     UnknownProducer,
 )
-from pxrs.log.batch import Batch, Origin, place_id
+from pxrs.log.batch import Batch, place_id
 from pxrs.log.contract import Append, Bounds
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers, named
@@ -54,19 +54,16 @@ from pxrs.waiting import Subscribers
 
 _logger = logging.getLogger(__name__)
 
+RECALLS_MAX: Final = 8
+"""How often an append reads what is stored, to tell whether its producers were forgotten. Each producer of one append
+may need a read; what is stored meanwhile is mostly in memory."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for a ledger to be closed."""
 
 
-def fresh(error: PxrsError) -> PxrsError:
-    """The error, to be raised once more. Each raise adds to its traceback, which holds what every caller had."""
-    return error.with_traceback(None)
-
-
+# Over the limit: the calls of TopicLog for one partition, and what opens and ends it, share one lock and its fields.
 class OwnedPartition:
     """Threads share it."""
-
-    # Over the limit: the calls of TopicLog for one partition, and what opens and ends it.
 
     def __init__(
         self, broker: Broker, topic: TopicRecord, partition: int, claim: Claim, subscribers: Subscribers
@@ -193,6 +190,16 @@ class OwnedPartition:
         if self._generation == 0:
             raise PartitionMoved(f"{self.name}: the partition is being opened")
 
+    @property
+    def chain(self) -> Sequence[LedgerRecord]:
+        """The closed ledgers: another object after each change."""
+        return self._chain
+
+    def repaired(self, record: LedgerRecord) -> None:
+        """The record of a closed ledger has changed: other nodes have its copies now."""
+        with self.lock:
+            self._chain = [record if each.number == record.number else each for each in self._chain]
+
     # Reading.
 
     def bounds(self) -> Bounds:
@@ -222,15 +229,14 @@ class OwnedPartition:
             return within(kept, offset, max_bytes)
         if index is None:
             first, last = self._broker.reader.index(record).span(offset, max_bytes)
-        found = [self._decoded(record, read.entry, body_of(read)) for read in self._read(record, first, last)]
+        found = [
+            self._decoded(record, read.entry, body_of(read)) for read in self._broker.reader.read(record, first, last)
+        ]
         with self.lock:
             self._check()
             if offset < self._start:  # it was trimmed meanwhile
                 raise OffsetTrimmed(self.name, offset, self._start)
         return within((frame for entry in found for frame in entry.frames), offset, max_bytes)
-
-    def _read(self, record: LedgerRecord, first: int, last: int) -> Iterable:  # type: ignore[type-arg]
-        return self._broker.reader.read(record, first, last)
 
     def _decoded(self, record: LedgerRecord, number: int, body: pa.Buffer) -> Entry:
         return decode_entry(body, f"entry {number} of ledger {record.id}", self.place)
@@ -257,22 +263,26 @@ class OwnedPartition:
                 number = next(index.not_before(timestamp), None)
             if number is None:
                 continue
-            for read in self._read(record, number, number):
-                for frame in self._decoded(record, number, body_of(read)).frames:
-                    times = frame.batch().records.column("timestamp").cast(pa.int64())
-                    at = pc.index(pc.greater_equal(times, timestamp), True).as_py()
-                    if at >= 0:
-                        return frame.offset + int(at)
+            for read in self._broker.reader.read(record, number, number):
+                found = offset_of(self._decoded(record, number, body_of(read)).frames, timestamp)
+                if found is not None:
+                    return found
         return end
 
     # Appending.
 
     def begin(self, batches: Sequence[Append]) -> Ticket | list[Outcome]:
         """Give the batches offsets and send them to the nodes. Returns the outcomes at once if they are refused."""
+        recalled: dict[int, Recalled] = {}
         try:
-            with self.lock:
-                self._wait_for_room()
-                return self._place(batches)
+            for _ in range(RECALLS_MAX):
+                try:
+                    with self.lock:
+                        self._wait_for_room()
+                        return self._place(batches, recalled)
+                except Unread as unread:
+                    recalled[unread.since] = unread.read(self._broker.reader, self.place)
+            raise PartitionUnavailable(self.name, "more is stored all the time than can be searched for the producer")
         except (UnknownProducer, SequenceGap) as error:
             return [NotStored(named(error, self.name))] * len(batches)
         except AppendFailed as error:
@@ -294,10 +304,11 @@ class OwnedPartition:
             if not self._changed.wait(until - time.monotonic()):
                 raise PartitionUnavailable(self.name, "earlier appends are not acknowledged yet")
 
-    def _place(self, batches: Sequence[Append]) -> Ticket:
+    def _place(self, batches: Sequence[Append], recalled: dict[int, Recalled]) -> Ticket:
         now = self._broker.clock.wall_time_us()
         incoming = [Incoming(each.origin, each.payload.rows, each.since) for each in batches]
-        incoming = self._producers.recall(incoming, self._next, self._origins_since, now / 1e6)
+        since = functools.partial(self._origins_since, recalled=recalled)
+        incoming = self._producers.recall(incoming, self._next, since, now / 1e6)
         placed = self._producers.place(incoming, self._next)
         new = [(batch, at.offset) for batch, at in zip(batches, placed, strict=True) if at.is_new]
         # Entries are confirmed as wholes: a batch is confirmed if its first row is. A duplicate may have other rows.
@@ -317,24 +328,22 @@ class OwnedPartition:
                 self.get_stuck("an entry could not be sent to the storage nodes")
         return Ticket(placed, needed, self._generation, time.monotonic())
 
-    def _origins_since(self, offset: int) -> list[tuple[Origin, int]] | None:
+    def _origins_since(self, since: int, recalled: dict[int, Recalled]) -> Origins | None:
         """The origins of the batches from this offset on, for `Producers.recall`; None if some are not there any more.
-        Called under the lock; reads only headers."""
-        if offset < self._start:
+        Called under the lock. Raises Unread."""
+        if since < self._start:
             return None
-        found: list[tuple[Origin, int]] = []
-        ledgers = [record for record in self._chain if (record.end or 0) > offset]
-        if self._writer is not None:
-            ledgers.append(self._writer.record)
-        for record in ledgers:
-            is_written = self._writer is not None and record is self._writer.record
-            last = len(self._index) - 1 if is_written else record.last or 0
-            for read in self._broker.reader.read(record, 1, last, heads=True):
-                where = f"entry {read.entry} of ledger {record.id}"
-                found += [(head.origin, head.base_offset) for head in origin_heads(read.body, where, self.place)]
-        for entry in self._pending:
-            found += entry.origins(self.place)
-        return found
+        known = recalled.get(since)
+        confirmed = None
+        if known is not None and known.generation == self._generation:
+            confirmed = self._recent.entries_from(known.upto) if known.upto < self._end else []
+        if known is None or confirmed is None:
+            spans = closed_spans(self._chain, since)
+            if self._writer is not None and len(self._index):
+                first = max(STATE_ENTRY + 1, self._index.find(since))
+                spans.append(Span(self._writer.record, first, len(self._index) - 1))
+            raise Unread(since, self._generation, self._end, spans)
+        return [*known.origins, *(each for entry in (*confirmed, *self._pending) for each in entry.origins(self.place))]
 
     def wait(self, ticket: Ticket) -> list[Outcome]:
         """The outcomes of an append, once they are known."""
@@ -378,10 +387,7 @@ class OwnedPartition:
         assert self._writer is not None
         if len(self._index) + len(self._pending) < 2:  # it has no messages yet
             return False
-        topic, age_s = self.topic.topic, self.topic.topic.segment_age_s
-        age_us = self._broker.clock.wall_time_us() - self._writer.began_at
-        is_old = age_s is not None and not 0 <= age_us < age_s * 1e6  # below 0: the clock was ahead when it began
-        return self._writer.size >= topic.segment_bytes or is_old or self._writer.should_roll
+        return self._writer.is_full(self.topic.topic)
 
     def _roll(self) -> None:
         """Under the lock: close this ledger and begin the next one, on another thread."""
@@ -403,20 +409,25 @@ class OwnedPartition:
         with self.lock:
             if generation != self._generation or self._gone is not None:
                 return
-            self._chain.append(closed)
+            self._chain = [*self._chain, closed]
             self._begin_ledger(writer)
             self._is_rolling = False
             self._changed.notify_all()
 
-    def offer_spares(self) -> None:
-        """Nodes may have come back: have the writer use them."""
+    def tend(self, live: Collection[str]) -> None:
+        """Have the writer use nodes that have come. Begin the next ledger if this one lacks copies, although nobody
+        appends: only closed ledgers get them back. live: the nodes that are there, or may come back soon."""
         with self.lock:
-            if self._writer is not None and self._stuck is None:
-                self._writer.offer_spares()
+            if self._writer is None or self.why_not is not None or self._is_rolling:
+                return
+            self._writer.offer_spares()
+            if self._writer.is_short(live) and has_enough(self.topic.quorum, self._broker.ensemble(self.topic)):
+                self._roll()
 
     def close_ledger(self) -> None:
         """Close the ledger before the partition is given up: the next owner need not recover it."""
         with self.lock:
+            self._changed.wait_for(lambda: not self._is_rolling or self.why_not is not None, CLOSE_S)
             writer = self._writer if self._stuck is None and not self._is_rolling else None
             self._is_rolling = True
         if writer is not None:
@@ -455,13 +466,9 @@ class OwnedPartition:
             if not len(self._index):  # the producers' state is not yet in the ledger that stays (C3)
                 return None
             gone = [record for record in self._chain if (record.end or 0) <= start]
-        key = records.owner_key(self.topic.topic.id, self.partition)
-        count = max(1, self._broker.registry.limits.commit_keys_max - 1)
-        for at in range(0, len(gone), count):
-            part = gone[at : at + count]
-            self._broker.registry.commit({key: self.claim.version}, delete=[record.key for record in part])
+        for numbers in remove_ledgers(self._broker, lambda: self.claim, gone):
             with self.lock:
-                self._chain = [record for record in self._chain if record not in part]
+                self._chain = [record for record in self._chain if record.number not in numbers]
         for record in gone:
             self._broker.reader.forget(record.id)
         return self.bounds().start if gone else None

@@ -11,8 +11,9 @@ from itertools import groupby
 from typing import Final
 
 from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.deciding import abandonment_of
 from pxrs.cluster.ledgers import LedgerRecord
-from pxrs.cluster.records import TopicRecord
+from pxrs.cluster.records import Abandonment, TopicRecord, abandoned_key
 from pxrs.cluster.recovery import Action as RecoveryAction
 from pxrs.cluster.recovery import (
     AddEntry,
@@ -50,7 +51,9 @@ class Recoverer:
 
     def __init__(self, broker: Broker, topic: TopicRecord, record: LedgerRecord, version: int, epoch: int) -> None:
         self._broker, self._topic = broker, topic
-        self._core = Recovery(record, version, epoch)
+        self._decided = abandonment_of(broker.registry, record)
+        nodes = () if self._decided is None else self._decided.nodes
+        self._core = Recovery(record, version, epoch, abandoned=nodes)
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
         """Answers, from any thread, to be passed to the core by this one."""
@@ -68,12 +71,36 @@ class Recoverer:
                     raise PartitionUnavailable(
                         f"ledger {self._ledger}", "its recovery got no answer from enough storage nodes"
                     ) from None
+                if self._decided != abandonment_of(self._broker.registry, self._core.record):
+                    raise PartitionUnavailable(
+                        f"ledger {self._ledger}", "an operator has decided to go on without nodes; it is begun again"
+                    ) from None
                 self._core.offer(self._broker.spares(self._topic, self._core.record.named))
                 step = self._core.retry
             self._do(step())
         if isinstance(self._core.stopped, Stopped):
             raise PartitionUnavailable(f"ledger {self._ledger}", f"its recovery has ended: {self._core.stopped.why}")
+        if self._decided is not None:
+            self._note_used(self._decided)
         return self._core.stopped
+
+    def _note_used(self, decided: Abandonment) -> None:
+        """The decision was carried out, and the ledger's record names the nodes for ever."""
+        record = self._core.record
+        _logger.warning(
+            "ledger %s was closed at offset %s without the storage nodes %s, as %s has decided: acknowledged messages "
+            "behind it may be lost",
+            record.id,
+            record.end,
+            ", ".join(decided.nodes),
+            decided.who,
+        )
+        try:
+            self._broker.registry.commit(delete=[abandoned_key(record.name)])
+        except PxrsError as error:
+            _logger.info(
+                "the decision about ledger %s is left in the registry, where it does no harm: %s", record.id, error
+            )
 
     def _do(self, actions: Iterable[RecoveryAction]) -> None:
         reads: list[ReadEntry] = []
@@ -159,6 +186,8 @@ class Recoverer:
             index = self._broker.reader.index_upto(self._core.record, last)
         except PxrsError as error:
             _logger.info("recovery of ledger %s: %s", self._ledger, error)
+            if self._core.record.abandoned:  # some entries are lost, and how long they were is not known
+                self._tell(self._core.measured, 0)
             return  # asked again by `retry`
         self._tell(self._core.measured, index.bytes)
 

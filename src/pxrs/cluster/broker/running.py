@@ -18,6 +18,7 @@ from pxrs.cluster.broker.nodes import NodeLinks
 from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.reading import LedgerReader
 from pxrs.cluster.broker.recent import Recent
+from pxrs.cluster.broker.repairs import Repairs
 from pxrs.cluster.broker.view import View
 from pxrs.cluster.links import LinkSettings
 from pxrs.cluster.naming import cluster_id
@@ -69,14 +70,17 @@ class RunningBroker:
         self._peers = Peers(peers or Settings("pxrs://", (), 2.0, 2.0))
         log = ClusterLog(self.broker, self.ownership, self._peers, self._cluster, f"cluster:{self._cluster[:8]}")
         self.hub = Hub(log, registry)
+        self.repairs = Repairs(self.broker, self.ownership, self.hub.parts.events)
 
     def join(self, address: str) -> None:
         """Take part: own partitions, and be found under this address, host and port."""
         self._membership.address = address
         self.ownership.start()
+        self.repairs.start()
 
     def leave(self) -> None:
         """Give every partition to the other brokers."""
+        self.repairs.close()
         self.ownership.close()
         self._membership.close()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from pxrs.cluster import records
-from pxrs.cluster.records import AliveNode, BrokerRecord, OwnerRecord, TopicRecord
+from pxrs.cluster.records import RETIRED, AliveNode, BrokerRecord, NodeRecord, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, PxrsError
 from pxrs.registry.contract import Registry
 from pxrs.waiting import Callback, Subscribers, Subscription, start_thread
@@ -41,6 +41,15 @@ class Seen:
     """By name: the record, and its version."""
     owners: Mapping[Place, tuple[OwnerRecord, int]] = field(default_factory=dict)
     """The record, and its version."""
+    nodes: frozenset[str] = frozenset()
+    """All storage nodes that the registry knows, whether they are alive or not."""
+    retired: frozenset[str] = frozenset()
+    """Those that an operator has retired."""
+
+    @property
+    def takers(self) -> dict[str, AliveNode]:
+        """The storage nodes that may get copies, as far as the registry knows."""
+        return {node: alive for node, alive in self.alive.items() if node not in self.retired}
 
 
 class View:
@@ -64,6 +73,8 @@ class View:
     def refresh(self) -> Seen:
         """Read everything now."""
         with self._lock:
+            # Not watched: every node writes its record now and then. A change is seen after LOOK_S at the latest.
+            nodes = self._scan(records.NODES, NodeRecord.parse)
             seen = Seen(
                 self._scan(records.BROKERS, BrokerRecord.parse),
                 self._scan(records.ALIVE, AliveNode.parse),
@@ -73,6 +84,8 @@ class View:
                     for key, found in self._scan_versions(records.OWNERS, OwnerRecord.parse).items()
                     for topic_id, _, partition in [key.rpartition("/")]
                 },
+                frozenset(nodes),
+                frozenset(node for node, found in nodes.items() if found.state == RETIRED),
             )
             is_changed = seen != self.seen or self._is_asked
             self.seen, self._is_asked = seen, False

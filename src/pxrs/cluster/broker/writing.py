@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import xxhash
@@ -30,6 +30,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryUnavailable,
 )
+from pxrs.model import Topic
 
 _logger = logging.getLogger(__name__)
 
@@ -79,9 +80,18 @@ class LedgerShell:
     def is_degraded(self) -> bool:
         return self._core.is_degraded
 
-    @property
-    def should_roll(self) -> bool:
-        return self._core.should_roll
+    def is_short(self, live: Collection[str]) -> bool:
+        """Whether entries lack a copy that only a closed ledger gets back, or will soon: a node is gone that nothing
+        was sent to since. live: the nodes that are there, or may come back soon."""
+        gone = {node for fragment in self.record.fragments for node in fragment.nodes if node is not None} - {*live}
+        return self._core.should_roll or bool(gone)
+
+    def is_full(self, topic: Topic) -> bool:
+        """Whether the next entry belongs into another ledger."""
+        age_us = self._broker.clock.wall_time_us() - self.began_at
+        # Below 0: the clock was ahead when it began.
+        is_old = topic.segment_age_s is not None and not 0 <= age_us < topic.segment_age_s * 1e6
+        return self.size >= topic.segment_bytes or is_old or self._core.should_roll
 
     @property
     def is_stopped(self) -> bool:
@@ -96,7 +106,7 @@ class LedgerShell:
     def offer_spares(self) -> None:
         """Nodes may have come: fill empty positions."""
         if self._core.is_degraded and not self.is_stopped:
-            self._do(self._core.offer(self._broker.spares(self._topic, self.record.named)))
+            self._do(self._core.offer(self._spares(self.record.named)))
 
     def stop(self) -> None:
         self._do(self._core.stop("stopped"))
@@ -153,11 +163,20 @@ class LedgerShell:
             return []
         self._failed.add(tenure)
         _logger.warning("ledger %s: a storage node is replaced: %s", self.record.id, error)
-        spares = self._broker.spares(self._topic, {*self.record.named, node})
+        spares = self._spares({*self.record.named, node})
         return [
             *self._core.offer(spares),
             *self._core.failed(node, tenure, is_lasting=isinstance(error, LedgerRemoved)),
         ]
+
+    def _spares(self, without: set[str]) -> list[str]:
+        """The nodes that may be used, the best first. The function that chooses may be a user's: if it fails, the
+        ledger goes on without a spare."""
+        try:
+            return self._broker.spares(self._topic, without)
+        except Exception:
+            _logger.exception("ledger %s: no storage node could be chosen", self.record.id)
+            return []
 
     # On other threads.
 

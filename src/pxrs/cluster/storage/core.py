@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pxrs.cluster.ledgers import EntryHead, LedgerName
-from pxrs.cluster.records import RETIRED, NodeRecord
+from pxrs.cluster.records import NodeRecord
 from pxrs.errors import ClusterError, EntryDiffers, LedgerFenced, LedgerRemoved
 
 
@@ -357,7 +357,8 @@ def decide_start(
 
     The disk's counter is written before the registry's: so it is the same, or one ahead if the last start died in
     between. A disk that is behind was restored from a copy; entries that the node has acknowledged may be missing, and
-    fences. Such a disk, and an empty one, must not answer "no such entry" under the old name.
+    fences. Such a disk, and an empty one, must not answer "no such entry" under the old name. A node that was retired
+    stays what it is: its copies are needed until others have them, and then its record is removed.
 
     A copy of the disk that was made after the last start, and after the journal's end was last recorded, cannot be
     told from the disk itself."""
@@ -368,8 +369,6 @@ def decide_start(
         why = f"the directory belongs to another cluster, {cookie.cluster}"
     elif registered is None:
         why = f"the registry does not know the node {cookie.node}"
-    elif registered.state == RETIRED:
-        why = f"the node {cookie.node} was retired"
     elif cookie.starts not in (registered.starts, registered.starts + 1):
         why = f"the disk counts {cookie.starts} starts and the registry {registered.starts}: it is an older copy"
     elif journal_end < registered.journal_end:

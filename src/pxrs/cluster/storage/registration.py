@@ -2,7 +2,8 @@
 
 The lease is not what makes the node safe. While the registry cannot be reached, the node goes on serving; when its
 lease was lost, it takes another one. It stops only if the registry says that it is not this node any more: another
-process has started as the same node (the disk was copied), or an operator has retired it.
+process has started as the same node (the disk was copied), or an operator has had it forgotten. A node that was
+retired goes on serving what it has, until it is stopped.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Registration:
         self._recorded = -1
         """The end of the journal that the registry has."""
         self._problem: str | None = None
+        self._is_retired = False
+        """As last read. Brokers read it by themselves; this is for people who look at the node."""
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -106,7 +109,8 @@ class Registration:
             self._lease = self._registry.lease(self._limits.lease_s)
         elif self._shown is not None and not _differs(load, self._shown):
             return
-        alive = AliveNode(self._address, self._starts, load.bytes, load.ledgers, load.free_bytes, load.refuses)
+        refuses = "it was retired" if self._is_retired else load.refuses
+        alive = AliveNode(self._address, self._starts, load.bytes, load.ledgers, load.free_bytes, refuses)
         self._registry.commit(ephemeral={alive_key(self._node.id): alive.dump()}, lease=self._lease)
         self._shown = load
 
@@ -114,15 +118,18 @@ class Registration:
         """The node's record and its version. Raises ClusterError if it is not that of this process any more."""
         entry = self._registry.get(node_key(self._node.id))
         if entry is None:
-            raise self._replaced("its record is gone from the registry, which was emptied or replaced")
+            raise self._replaced(
+                "its record is gone from the registry: the node was forgotten, or the registry emptied or replaced"
+            )
         record = NodeRecord.parse(entry.key, entry.value)
         if record.starts > self._starts:
             raise self._replaced(
                 f"another process was started as this node ({record.address}, start {record.starts}, and this process "
                 f"is start {self._starts}): its directory is a copy; keep one of the two",
             )
-        if record.state == RETIRED:
-            raise self._replaced("it was retired: start a new node on an empty directory")
+        if (record.state == RETIRED) != self._is_retired:
+            self._is_retired, self._shown = not self._is_retired, None
+            _logger.warning("the node was retired" if self._is_retired else "the node is in use again")
         return record, entry.version
 
     def _replaced(self, why: str) -> ClusterError:

@@ -1,5 +1,6 @@
 // Which page is shown, and its refresh every second while it is visible.
 import * as actions from "./actions.js";
+import * as cluster from "./cluster.js";
 import { h, morph } from "./dom.js";
 import * as group from "./group.js";
 import * as overview from "./overview.js";
@@ -7,7 +8,7 @@ import * as queries from "./queries.js";
 import * as queue from "./queue.js";
 import * as topic from "./topic.js";
 
-const PAGES = { overview, topics: topic, groups: group, queues: queue, queries };
+const PAGES = { overview, topics: topic, groups: group, queues: queue, queries, cluster };
 const REFRESH_MS = 1000;
 const main = document.getElementById("main");
 const status = document.getElementById("status");
@@ -100,6 +101,7 @@ window.addEventListener("hashchange", route);
 
 get("/api/session").then((found) => {
   state.session = found;
+  document.getElementById("to-cluster").hidden = !found.has_cluster;
   document.getElementById("mode").textContent = !found.is_open ? "This page goes by the tokens of the server." : found.has_actions ? "Actions need the token that this page was started with." : "This page only shows; it was started without a token for actions.";
   draw();
 }).catch((error) => tell(error.message, false));

@@ -1,0 +1,214 @@
+"""Gives one closed ledger its copies back: performs what `pxrs.cluster.copies.Repair` decides, on the caller's thread.
+
+Every commit expects the ledger's record, and the claim of this broker on the partition. So of two brokers only the
+owner repairs, and a ledger that retention has removed meanwhile stays removed.
+
+Entries are read from a node that has them and added to the node that lacks them. At most HELD_BYTES_MAX are on the way
+to the target, so that the adds of writers, which share the link, are not refused because of a repair.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final
+
+from pxrs.cluster import records
+from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.partition import OwnedPartition
+from pxrs.cluster.copies import Action, CopyEntry, Ended, ListEntries, Repair, Repaired
+from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.links import EntryRead
+from pxrs.cluster.replication import Change
+from pxrs.errors import Conflict, LedgerFenced, NodeUnreachable, OutcomeUnknown, PxrsError, RegistryUnavailable
+
+_logger = logging.getLogger(__name__)
+
+CALL_S: Final = 10.0
+"""How long one node may take to answer."""
+ANSWER_S: Final = 60.0
+"""How long a repair waits for the answer to an add. The link has time limits of its own, which are shorter."""
+PAGE: Final = 10_000
+"""How many entries of an index are asked for at a time."""
+READ_BYTES: Final = 4 << 20
+"""How much is read at a time."""
+HELD_BYTES_MAX: Final = 16 << 20
+"""How many bytes may be sent and not answered before more is read."""
+
+Step = Callable[[], list[Action]]
+
+
+class Repairer:
+    """One repair of one ledger of a partition that this broker owns."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        partition: OwnedPartition,
+        record: LedgerRecord,
+        version: int,
+        live: Collection[str],
+        spares: Iterable[str],
+    ) -> None:
+        """record, version: as the registry has it now. live, spares: as for `Repair`."""
+        self._broker, self._partition, self._live = broker, partition, live
+        self._core = Repair(record, version, live, spares)
+        self._ledger = record.id
+        self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
+        """Answers, from any thread, to be passed to the core by this one."""
+        self._room = threading.Condition()
+        self._held = 0
+        """How many bytes are sent and not answered. `_room` guards it."""
+        self._is_stopped = False
+        self.copied_bytes = 0
+        self.problem: str | None = None
+        """The last error of a node or of the registry, for the log."""
+
+    @property
+    def record(self) -> LedgerRecord:
+        """As this repair has last seen it committed."""
+        return self._core.record
+
+    @property
+    def copied_entries(self) -> int:
+        return self._core.copied_entries
+
+    def stop(self) -> None:
+        """End `run` soon. For another thread."""
+        self._is_stopped = True
+        self._steps.put(list)
+
+    def run(self) -> Repaired | Ended:
+        actions = self._core.start()
+        while True:
+            self._do(actions)
+            if self._core.ended is not None:
+                return self._core.ended
+            actions = [action for step in self._answers() for action in step()]
+            if self._is_stopped or (self._partition.why_not is not None and not self._partition.is_stuck):
+                return Ended("the broker is stopping, or does not own the partition any more")
+
+    def _answers(self) -> Iterator[Step]:
+        """The next answer, and those that have come with it."""
+        try:
+            yield self._steps.get(timeout=ANSWER_S)
+            while True:
+                yield self._steps.get_nowait()
+        except queue.Empty:
+            return
+
+    def _do(self, actions: list[Action]) -> None:
+        waiting, copies = list(actions), list[CopyEntry]()
+        while waiting:
+            action = waiting.pop(0)
+            match action:
+                case Change():
+                    waiting += self._commit(action)
+                case ListEntries(node):
+                    waiting += self._list(node)
+                case CopyEntry():
+                    copies.append(action)
+        for run in _runs(copies):
+            self._copy(run)
+
+    def _commit(self, change: Change) -> list[Action]:
+        partition, registry = self._partition, self._broker.registry
+        owner = records.owner_key(partition.topic.topic.id, partition.partition)
+        key = change.record.key
+        try:
+            versions = registry.commit(
+                {key: change.expect, owner: partition.claim.version},
+                {key: change.record.dump()},
+                lease=self._broker.membership.lease,
+            )
+        except Conflict as error:
+            self.problem = str(error)
+            return self._core.conflicted()
+        except (OutcomeUnknown, RegistryUnavailable) as error:
+            self.problem = str(error)
+            return self._core.unknown()
+        return self._core.committed(versions[key])
+
+    def _list(self, node: str) -> list[Action]:
+        found: set[int] = set()
+        after, has_more = -1, True
+        try:
+            link = self._broker.links(node)
+            while has_more:
+                page = link.index(self._ledger, after=after, limit=PAGE, timeout_s=CALL_S)
+                found.update(entry for entry, _ in page.entries)
+                after, has_more = max(found, default=-1), page.has_more
+        except NodeUnreachable as error:
+            self.problem = str(error)
+            return self._core.failed(node)
+        return self._core.listed(node, found)
+
+    def _copy(self, run: list[CopyEntry]) -> None:
+        """Copy entries that follow each other and have the same sources."""
+        wanted = {each.entry: each for each in run}
+        for source in sorted(run[0].sources, key=lambda node: (node not in self._live, node)):
+            if not wanted:
+                return
+            for read in self._read(source, min(wanted), max(wanted)):
+                copy = wanted.pop(read.entry, None)
+                if copy is not None:
+                    self._add(copy, read)
+        for entry in sorted(wanted):
+            self._steps.put(functools.partial(self._core.lost, entry))
+
+    def _read(self, source: str, first: int, last: int) -> Iterator[EntryRead]:
+        """The entries that the source has."""
+        while first <= last:
+            try:
+                found = self._broker.links(source).read(self._ledger, first, last, READ_BYTES, timeout_s=CALL_S)
+            except (NodeUnreachable, LedgerFenced) as error:
+                self.problem = str(error)
+                return
+            for read in found:
+                if read.error is not None:
+                    self.problem = f"storage node {source}: {read.error}"
+                if read.head is not None:
+                    yield read
+            if not found:
+                return
+            first = max(read.entry for read in found) + 1
+
+    def _add(self, copy: CopyEntry, read: EntryRead) -> None:
+        assert read.head is not None
+        size = read.head.size
+        with self._room:
+            self._room.wait_for(lambda: self._held < HELD_BYTES_MAX, ANSWER_S)
+            self._held += size
+
+        def done(error: Exception | None) -> None:
+            with self._room:
+                self._held -= size
+                self._room.notify()
+            if error is None:
+                self.copied_bytes += size
+                self._steps.put(functools.partial(self._core.copied, copy.target, copy.entry))
+            else:
+                self.problem = str(error)
+                self._steps.put(functools.partial(self._core.failed, copy.target))
+
+        try:
+            link = self._broker.links(copy.target)
+        except PxrsError as error:
+            done(error)
+            return
+        link.add(self._ledger, copy.entry, read.head, (read.body,), -1, copy.recovery, done)
+
+
+def _runs(copies: list[CopyEntry]) -> Iterator[list[CopyEntry]]:
+    """The copies in groups: entries that follow each other, with the same sources."""
+    run: list[CopyEntry] = []
+    for copy in sorted(copies, key=lambda each: each.entry):
+        if run and (copy.entry != run[-1].entry + 1 or {*copy.sources} != {*run[0].sources}):
+            yield run
+            run = []
+        run.append(copy)
+    if run:
+        yield run
