@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("grpc")
 
-from pxrs import registry as registries
+from pxrs.registry.contract import Registry
 from pxrs.testing.cluster_processes import ClusterProcesses
 from pxrs.testing.servers import EtcdCluster
 from tests.integration.cluster.chaos import IS_SOAK, ClusterChaos, missing_copies
+from tests.integration.cluster.conftest import LEASE_S
 
-LEASE_S = 2.0
 KINDS = (
     "broker_restarted",
     "broker_killed",
@@ -32,18 +31,6 @@ KINDS = (
     "registry_paused",
 )
 FAULTS = 100 if IS_SOAK else 10
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    with EtcdCluster(3) as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def cluster(etcd: EtcdCluster) -> Iterator[ClusterProcesses]:
-    with ClusterProcesses(etcd.url, lease_s=LEASE_S, node_timeout_s=1.0) as running:
-        yield running
 
 
 def faults(chance: random.Random, count: int) -> list[list[str]]:
@@ -62,10 +49,10 @@ def faults(chance: random.Random, count: int) -> list[list[str]]:
 
 
 def test_c1_c4_faults_of_every_process_lose_double_and_reorder_nothing(
-    etcd: EtcdCluster, cluster: ClusterProcesses, tmp_path: Path
+    etcd: EtcdCluster, cluster: ClusterProcesses, registry: Registry, tmp_path: Path
 ) -> None:
     began = time.monotonic()
-    with registries.open(etcd.url) as registry, ClusterChaos(tmp_path, cluster, registry, etcd, LEASE_S) as chaos:
+    with ClusterChaos(tmp_path, cluster, registry, etcd, LEASE_S) as chaos:
         chaos.start_clients()
         started = time.monotonic()
         for kinds in faults(chaos.random, FAULTS):

@@ -144,6 +144,9 @@ class ClusterLog(Log, HasStaging):
         known = self.broker.view.seen.topics.get(name)
         return ClusterTopic(self._record(name)[0] if known is None else known[0], self)
 
+    def topic_now(self, name: str) -> TopicLog:
+        return ClusterTopic(self._record(name)[0], self)
+
     def _record(self, name: str) -> tuple[TopicRecord, int]:
         self.check_usable()
         is_name = isinstance(name, str) and STORED_TOPIC_NAME.fullmatch(name) is not None

@@ -117,10 +117,11 @@ class OwnedPartition:
             self._broker.view.look_again()
 
     def serve(self, opened: Opened) -> None:
-        """Serve what was opened. Raises why it was given up meanwhile."""
+        """Serve what was opened, unless it was given up meanwhile."""
         with self.lock:
-            if self._gone is not None:
-                raise fresh(self._gone)
+            if self._gone is not None:  # while it was opened
+                opened.writer.stop()
+                return
             self._generation += 1
             self._chain, self._producers = opened.chain, opened.producers
             self._pending.clear()
@@ -160,6 +161,12 @@ class OwnedPartition:
     @property
     def is_stuck(self) -> bool:
         return self._stuck is not None and self._gone is None
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether new entries get fewer copies than the topic asks for, because there are too few storage nodes."""
+        writer = self._writer
+        return writer is not None and writer.is_degraded
 
     @property
     def why_not(self) -> PxrsError | None:
@@ -350,12 +357,8 @@ class OwnedPartition:
         until = ticket.began_at + self._broker.settings.append_s
         with self.lock:
             while ticket.needed > self._end and ticket.generation == self._generation:
-                if self.why_not is not None:
+                if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
                     break
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
             if ticket.needed <= self._end and ticket.generation == self._generation:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from threading import Lock
@@ -16,8 +17,9 @@ from pxrs.errors import LedgerFenced, NodeUnreachable, ReadFailed, WrongNode
 
 INDEXES_MAX: Final = 64
 """The indexes of so many closed ledgers are kept."""
-READ_S: Final = 5.0
-"""How long one node may take to answer a read, before the next one is asked."""
+AVOIDED_S: Final = 10.0
+"""For so long after a failure a node is asked only if no other one has the entries: a node that hangs costs one timeout
+of its link, and not one for each read."""
 PAGE: Final = 10_000
 """How many entries of an index are asked for at a time."""
 _FAILURES: Final = (NodeUnreachable, WrongNode, LedgerFenced)
@@ -33,6 +35,8 @@ class LedgerReader:
         self._links = links
         self._lock = Lock()
         self._indexes: OrderedDict[str, LedgerIndex] = OrderedDict()
+        self._avoided: dict[str, float] = {}
+        """Nodes that did not answer, and until when they are asked last (monotonic)."""
 
     def index(self, record: LedgerRecord) -> LedgerIndex:
         """The index of a closed ledger. Raises ReadFailed."""
@@ -53,13 +57,14 @@ class LedgerReader:
         """The index of the entries up to this one, all of which the ledger has. Raises ReadFailed."""
         found: dict[int, Indexed] = {}
         errors: list[str] = []
-        for node in _nodes(record):
+        for node in self._nodes(record):
             if all(entry in found for entry in range(last + 1)):
                 break
             try:
                 for entry, head in self._index_of(node, record, last):
                     found.setdefault(entry, head)
             except _FAILURES as error:
+                self._avoid(node)
                 errors.append(f"{node}: {error}")
         index = LedgerIndex()
         for entry in range(last + 1):
@@ -71,7 +76,7 @@ class LedgerReader:
     def _index_of(self, node: str, record: LedgerRecord, last: int) -> Iterator[tuple[int, Indexed]]:
         after = -1
         while after < last:
-            page = self._links(node).index(record.id, after=after, limit=PAGE, timeout_s=READ_S)
+            page = self._links(node).index(record.id, after=after, limit=PAGE)
             for entry, head in page.entries:
                 after = entry
                 yield entry, Indexed(head.offset, head.rows, head.size, head.last_timestamp, head.stored_at)
@@ -86,10 +91,11 @@ class LedgerReader:
         entry = first
         while entry <= last:
             began = entry
-            for node in _nodes(record, entry):
+            for node in self._nodes(record, entry):
                 try:
-                    read = self._links(node).read(record.id, entry, last, heads=heads, timeout_s=READ_S)
+                    read = self._links(node).read(record.id, entry, last, heads=heads)
                 except _FAILURES as error:
+                    self._avoid(node)
                     errors.append(f"{node}: {error}")
                     continue
                 errors += [f"{node}: {each.error}" for each in read if each.error is not None]
@@ -102,17 +108,21 @@ class LedgerReader:
             if entry == began:
                 raise _unreadable(record, entry, errors)
 
+    def _nodes(self, record: LedgerRecord, entry: int = 0) -> list[str]:
+        """The nodes that have entries of the ledger, those of this entry first, and those that did not answer last.
+        Ledgers begin with different ones."""
+        nodes = [node for _, node in record.nodes_of(entry) if node is not None]
+        turn = record.number % len(nodes) if nodes else 0
+        others = sorted(record.named - set(nodes))
+        now = time.monotonic()
+        return sorted([*nodes[turn:], *nodes[:turn], *others], key=lambda node: self._avoided.get(node, 0.0) > now)
+
+    def _avoid(self, node: str) -> None:
+        self._avoided[node] = time.monotonic() + AVOIDED_S
+
     def forget(self, ledger: str) -> None:
         with self._lock:
             self._indexes.pop(ledger, None)
-
-
-def _nodes(record: LedgerRecord, entry: int = 0) -> list[str]:
-    """The nodes that have entries of the ledger, those of this entry first. Ledgers begin with different ones."""
-    nodes = [node for _, node in record.nodes_of(entry) if node is not None]
-    turn = record.number % len(nodes) if nodes else 0
-    others = sorted(record.named - set(nodes))
-    return [*nodes[turn:], *nodes[:turn], *others]
 
 
 def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFailed:

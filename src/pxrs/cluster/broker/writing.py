@@ -71,6 +71,18 @@ class LedgerShell:
         """The tenures of nodes that have failed."""
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
+        self._tell_empty()
+
+    def _tell_empty(self) -> None:
+        """Say so if a position of the ledger has no node."""
+        nodes = self.record.fragments[-1].nodes
+        if None in nodes and not self.record.is_closed:
+            _logger.warning(
+                "ledger %s is degraded: there are only %d storage nodes for its %d positions, until more are started",
+                self.record.id,
+                sum(node is not None for node in nodes),
+                len(nodes),
+            )
 
     @property
     def record(self) -> LedgerRecord:
@@ -219,5 +231,8 @@ class LedgerShell:
             _logger.exception("the record of ledger %s cannot be written", self.record.id)
             step = functools.partial(self._core.stop, str(error))
         with self._changed:
+            before = self.record
             self._do(step())
+            if self.record is not before:
+                self._tell_empty()
             self._changed.notify_all()
