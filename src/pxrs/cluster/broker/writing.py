@@ -123,7 +123,7 @@ class LedgerShell:
     def offer_spares(self) -> None:
         """Nodes may have come: fill empty positions."""
         if self._core.is_degraded and not self.is_stopped:
-            self._do(self._core.offer(self._broker.spares(self._topic, self.record.named)))
+            self._do(self._core.offer(self._spares(self.record.named)))
 
     def stop(self) -> None:
         self._do(self._core.stop("stopped"))
@@ -180,11 +180,20 @@ class LedgerShell:
             return []
         self._failed.add(tenure)
         _logger.warning("ledger %s: a storage node is replaced: %s", self.record.id, error)
-        spares = self._broker.spares(self._topic, {*self.record.named, node})
+        spares = self._spares({*self.record.named, node})
         return [
             *self._core.offer(spares),
             *self._core.failed(node, tenure, is_lasting=isinstance(error, LedgerRemoved)),
         ]
+
+    def _spares(self, without: set[str]) -> list[str]:
+        """The nodes that may be used, the best first. The function that chooses may be a user's: if it fails, the
+        ledger goes on without a spare."""
+        try:
+            return self._broker.spares(self._topic, without)
+        except Exception:
+            _logger.exception("ledger %s: no storage node could be chosen", self.record.id)
+            return []
 
     # On other threads.
 
