@@ -98,7 +98,7 @@ class Shortage:
 
     ledger: str
     topic: str
-    """Its name; empty if the topic was deleted."""
+    """Its name."""
     partition: int
     first: int
     """The first entry of the fragment."""
@@ -131,6 +131,8 @@ class LedgerStatus:
     abandoned: tuple[str, ...]
     """Nodes that an operator has decided to go on without: acknowledged entries may be lost."""
     shortages: tuple[Shortage, ...]
+    """None for a ledger of a topic that was deleted, or of rows that Spark has staged: it gets no more copies, and is
+    removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +379,7 @@ def _ledger(record: LedgerRecord, names: Mapping[str, str], found: Found) -> Led
         tuple((fragment.first, fragment.nodes) for fragment in record.fragments),
         record.is_complete,
         record.abandoned,
-        tuple(_shortages(record, names.get(record.topic_id, ""), found)),
+        tuple(_shortages(record, names[record.topic_id], found)) if record.topic_id in names else (),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pxrs.errors import TopicDeleted, UnknownTopic
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
-from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.contract import StagingStore
 from pxrs.server.auth.gate import ANYONE, Caller, Gate
 from pxrs.server.given import Given
 from pxrs.server.grants import Grants
@@ -34,8 +34,8 @@ class Served:
     instance: str
     """New with each start of the server."""
     gate: Gate
-    staging: DirectoryStaging | None = None
-    """Where the rows of Spark's tasks are staged; None if the hub is not in a directory."""
+    staging: StagingStore | None = None
+    """Where the rows of Spark's tasks are staged; None if the hub is neither in a directory nor in a cluster."""
     caller: Caller = ANYONE
     is_direct: bool = False
     """The caller wants no other server to be asked (`wire.DIRECT_METADATA`)."""

@@ -23,6 +23,7 @@ import grpc
 
 from pxrs.errors import CannotListen
 from pxrs.hub import Hub
+from pxrs.publishing.staging.places import staging_of
 from pxrs.remote import wire
 from pxrs.remote.heap import keep_freed_blocks
 from pxrs.server.auth.gate import Gate
@@ -35,7 +36,6 @@ from pxrs.server.reads import ReadStream
 from pxrs.server.served import Served
 from pxrs.server.service import Service, Stream
 from pxrs.server.settings import ServerLimits
-from pxrs.server.staging import staging_of
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Server:
             issuer=Issuer(lambda: hub.registry),
         )
         grants = Grants(hub.registry, settings.limits.leases_max)
-        served = Served(hub, grants, uuid.uuid4().hex, gate, staging_of(hub))
+        served = Served(hub, grants, uuid.uuid4().hex, gate, staging_of(hub.log))
         self.grants = served.grants
         self.service = Service(served, self.pools, settings.limits)
         self._health = Health()

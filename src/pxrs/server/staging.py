@@ -1,8 +1,9 @@
 """Staging for Spark's tasks on other hosts: rows come in by `DoPut`, and are published where they are (K1, K5).
 
-What is staged lies beside the log, in the hub's directory, as that of local tasks does (`DirectoryStaging`), so a query
-may be continued by a driver on either side of the server. A staged file is one stream of `DoPut`: it counts only if the
-stream came to its last message, and it is synced before the client gets its name. A stream that breaks leaves nothing;
+What is staged lies beside the log. In a hub's directory that is where local tasks stage too (`DirectoryStaging`), so a
+query may be continued by a driver on either side of the server; in a cluster it lies on storage nodes, so any broker
+serves it. A staged file is one stream of `DoPut`: it counts only if the
+stream came to its last message, and it is durable before the client gets its name. A stream that breaks leaves nothing;
 the client sends the file again, under another name.
 
 The names that a client sends become names of folders and files, so all of them are checked. A sweep reads the manifests
@@ -20,12 +21,11 @@ from typing import Any, Final
 
 from pxrs.disk import log_error
 from pxrs.errors import InvalidArgument, InvalidRecord
-from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.model import CODECS
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.forgetting import needed_batches
-from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.contract import StagingStore
 from pxrs.publishing.staging.files import NewFile
 from pxrs.publishing.staging.frames import Piece
 from pxrs.remote import flight, wire
@@ -46,11 +46,6 @@ _GATHERED_BYTES: Final = 4 << 20
 """About how many bytes of a staged file are read at a time."""
 
 
-def staging_of(hub: Hub) -> DirectoryStaging | None:
-    """Where rows for this hub are staged; None if it is not in a directory."""
-    return None if hub.log.folder is None else DirectoryStaging(str(hub.log.folder))
-
-
 def is_staged(ticket: Mapping[str, Any]) -> bool:
     """Whether a ticket is one for staged files."""
     return "staged" in ticket
@@ -59,9 +54,11 @@ def is_staged(ticket: Mapping[str, Any]) -> bool:
 # Names that a client has sent.
 
 
-def _staging(served: Served) -> DirectoryStaging:
+def _staging(served: Served) -> StagingStore:
     if served.staging is None:
-        raise InvalidArgument(f"the hub {served.hub.url} is not in a directory, so that nothing can be staged for it")
+        raise InvalidArgument(
+            f"the hub {served.hub.url} is not in a directory and not in a cluster, so that nothing can be staged for it"
+        )
     return served.staging
 
 

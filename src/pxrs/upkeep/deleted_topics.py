@@ -62,14 +62,17 @@ def forget(parts: HubParts, topic: str) -> None:
 
 def forget_published(parts: HubParts, topic: str) -> None:
     """Remove the manifests of a deleted topic, and what was staged for it. If that fails, the janitor tries again."""
-    if parts.log.folder is None or not (parts.log.folder / "staging").is_dir():  # no query has written here
+    if parts.log.folder is not None and not (parts.log.folder / "staging").is_dir():  # no query has written here
         return
     from pxrs.publishing.forgetting import forget_topic
-    from pxrs.publishing.staging.directory import DirectoryStaging
+    from pxrs.publishing.staging.places import staging_of
 
+    staging = staging_of(parts.log)
+    if staging is None:
+        return
     try:
         parts.check_registry()
-        forget_topic(parts.registry.get(), DirectoryStaging(str(parts.log.folder)), topic)
+        forget_topic(parts.registry.get(), staging, topic)
     except PxrsError as error:
         _logger.warning("what queries have left of the deleted topic %s stays for a while: %s", topic, error)
 

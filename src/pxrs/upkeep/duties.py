@@ -114,14 +114,16 @@ class Round:
         and the files of a batch that is committed would be removed. Raises WrongRegistry if the hub was given to
         another registry since this round began."""
         folder, belonging = self._parts.log.folder, self._parts.belonging
-        if folder is None or not (folder / "staging").is_dir():
+        if folder is not None and not (folder / "staging").is_dir():
             return
-        if belonging is None or belonging.check() is None or not belonging.is_recorded():
+        if belonging is not None and (belonging.check() is None or not belonging.is_recorded()):
             return
         from pxrs.publishing.forgetting import forget_deleted_topics, needed_batches
-        from pxrs.publishing.staging.directory import DirectoryStaging
+        from pxrs.publishing.staging.places import staging_of
 
-        registry, staging = self._parts.registry.get(), DirectoryStaging(str(folder))
+        registry, staging = self._parts.registry.get(), staging_of(self._parts.log)
+        if staging is None:
+            return
         topics = self._topic_ids()
         for topic in staging.topics():
             if self._should_stop():

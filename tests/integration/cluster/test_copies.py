@@ -132,3 +132,45 @@ def test_a_retired_node_serves_until_its_copies_are_moved_and_is_then_forgotten(
 
         eventually(audited)
         eventually(lambda: not registry.scan("cluster/decisions/"))
+
+
+def test_c6_a_partition_goes_on_without_nodes_that_never_return_if_an_operator_decides_so(tmp_path: Path) -> None:
+    settings = BrokerSettings(append_s=0.5, copies_grace_s=0.2, recent_bytes=0)
+    with small_cluster(tmp_path, nodes=3, brokers=1, settings=settings) as cluster, pxrs.open(cluster.url) as hub:
+        broker = cluster.brokers[0].broker
+        hub.create_topic("orders", partitions=1)
+        send(hub, 5)
+        topic_id = hub.log.topic("orders").id
+        eventually(lambda: len(broker.links(cluster.nodes[0].node.id).index(f"{topic_id}/0/0").entries) == 6)
+        lost = [cluster.nodes[1].node.id, cluster.nodes[2].node.id]
+        with pytest.raises(InvalidArgument, match="is alive"):
+            deciding.losses(broker.registry, lost)
+        cluster.stop_node(1)
+        cluster.stop_node(2)
+        (partition,) = [
+            each for place, each in cluster.brokers[0].ownership.partitions().items() if place[0] == topic_id
+        ]
+        partition.get_stuck("an append was not acknowledged")  # as by an append that has no quorum
+        cluster.start_node(3)
+        (loss,) = [each for each in deciding.losses(broker.registry, lost) if each.topic == "orders"]
+        assert (loss.ledger, loss.nodes, loss.first, loss.end) == (f"{topic_id}/0/0", tuple(sorted(lost)), 0, None)
+        (alone,) = [each for each in deciding.losses(broker.registry, lost[:1]) if each.topic == "orders"]
+        assert alone.waits_for == ()  # 1 node that answers and 1 that is abandoned are Qw - Qa + 1
+        with pytest.raises(InvalidArgument, match="do not need the decision"):
+            deciding.abandon(broker.registry, lost, ["nothing/0/0"])
+        eventually(lambda: status(cluster).partitions[-1].ledgers == {"recovering": 1})
+        assert partition.is_stuck
+        assert len(deciding.abandon(broker.registry, lost, who="ann")) >= 1
+        eventually(lambda: not partition.is_stuck)
+        send(hub, 1, 5)
+        assert received(hub) == [b"%d" % number for number in range(6)]
+        wait_for(cluster, lambda found: not found.abandoned)
+        (ledger,) = [each for each in status(cluster).ledgers if each.id == loss.ledger]
+        assert ledger.abandoned == tuple(sorted(lost))
+        event = eventually(lambda: [each for each in hub.audit() if each.name == "audit.abandon_nodes"])[0]
+        assert event.fields["who"] == "ann"
+        assert loss.ledger in event.fields["ledgers"]
+        # A node that comes back after all changes nothing.
+        cluster.start_node(1)
+        wait_for(cluster, lambda found: found.is_whole)
+        assert received(hub) == [b"%d" % number for number in range(6)]

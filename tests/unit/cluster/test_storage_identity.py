@@ -153,9 +153,13 @@ def test_a_disk_of_another_cluster_is_a_new_node(folder: Path, registry: Registr
         assert found.cluster == cluster_id(registry) == "another"
 
 
-def test_a_retired_node_is_a_new_node(folder: Path, registry: Registry) -> None:
+def test_a_retired_node_is_itself_until_its_record_is_removed(folder: Path, registry: Registry) -> None:
     node = first_start(folder, registry)
     registry.commit(put={node_key(node): replace(record_of(registry, node), state=RETIRED).dump()})
+    with started(folder, registry) as found:
+        assert found.node.id == node
+    assert record_of(registry, node).state == RETIRED
+    registry.commit(delete=[node_key(node)])
     with started(folder, registry) as found:
         assert found.node.id != node
 

@@ -39,9 +39,7 @@ def has_enough(quorum: Quorum, nodes: Sequence[str | None]) -> bool:
 def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim, base: int) -> Begun:
     """Create the partition's next ledger, which begins at this offset. The commit expects the claim, so that a broker
     that has lost it creates none. Raises PartitionMoved, NotEnoughNodes."""
-    nodes = broker.ensemble(topic)
-    if not has_enough(topic.quorum, nodes):
-        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
+    nodes = chosen_nodes(broker, topic)
     owner = claim.owner
     record = LedgerRecord(topic.topic.id, partition, owner.next, owner.epoch, topic.quorum, base, (Fragment(0, nodes),))
     key = records.owner_key(topic.topic.id, partition)
@@ -67,3 +65,11 @@ def remove_ledgers(broker: Broker, claim: Callable[[], Claim], gone: Sequence[Le
         key = records.owner_key(part[0].topic_id, part[0].partition)
         broker.registry.commit({key: claim().version}, delete=[record.key for record in part])
         yield {record.number for record in part}
+
+
+def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
+    """The nodes of a new ledger; None where there is none. Raises NotEnoughNodes if no entry could be acknowledged."""
+    nodes = broker.ensemble(topic)
+    if not has_enough(topic.quorum, nodes):
+        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
+    return nodes

@@ -10,12 +10,14 @@ from typing import Final
 from pxrs.cluster import records
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.ownership import Ownership
+from pxrs.cluster.broker.staging import ClusterStaging
 from pxrs.cluster.broker.topic import OwnedTopic
 from pxrs.cluster.ledgers import LedgerName, Quorum
 from pxrs.cluster.records import DeletedTopic, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, PartitionMoved, PxrsError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.contract import DamagedTopic, Log, TopicLog
 from pxrs.model import STORED_TOPIC_NAME, Topic, is_internal
+from pxrs.publishing.staging.contract import HasStaging
 from pxrs.registry.contract import ABSENT
 from pxrs.remote.client.routed import RoutedTopic
 from pxrs.remote.client.routes import Peers
@@ -83,7 +85,7 @@ class ClusterTopic(RoutedTopic):
         return found
 
 
-class ClusterLog(Log):
+class ClusterLog(Log, HasStaging):
     """The topics of the cluster. Threads share it."""
 
     keeps_copies = True
@@ -93,7 +95,12 @@ class ClusterLog(Log):
         self.url, self.clock = url, broker.clock
         self.broker, self.ownership, self.peers = broker, ownership, peers
         self._cluster = cluster
+        self._staging = ClusterStaging(broker)
         self._is_closed = False
+
+    @property
+    def staging(self) -> ClusterStaging:
+        return self._staging
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self.check_usable()

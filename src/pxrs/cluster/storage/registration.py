@@ -128,7 +128,7 @@ class Registration:
                 f"is start {self._starts}): its directory is a copy; keep one of the two",
             )
         if (record.state == RETIRED) != self._is_retired:
-            self._is_retired = not self._is_retired
+            self._is_retired, self._shown = not self._is_retired, None
             _logger.warning("the node was retired" if self._is_retired else "the node is in use again")
         return record, entry.version
 

@@ -20,8 +20,8 @@ from pxrs.publishing.staging.frames import Piece
 
 NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
 _CALL_BYTES_MAX: Final = 256 << 20
-"""How many bytes of pieces go into one call of `TopicLog.append`. The pieces are slices of mapped files, so they do not
-add to the memory of this process. Fewer calls mean fewer syncs, and all partitions of a call sync at the same time."""
+"""How many bytes of pieces go into one call of `TopicLog.append` if they are slices of mapped files, which do not add
+to the memory of this process. Fewer calls mean fewer syncs, and all partitions of a call sync at the same time."""
 _APPEND_BYTES_MAX: Final = 32 << 20
 """How many bytes of one partition go into one call. Other producers of the partition wait until the call ends."""
 _TOGETHER_MAX: Final = 64
@@ -33,11 +33,19 @@ def producer_of(writer: str, topic: str) -> uuid.UUID:
     return uuid.uuid5(NAMESPACE, f"{writer}/{topic}")
 
 
-def append_pieces(topic: TopicLog, writer: str, batch: int, pieces: Iterable[Piece], ends: Sequence[int]) -> None:
+def append_pieces(
+    topic: TopicLog,
+    writer: str,
+    batch: int,
+    pieces: Iterable[Piece],
+    ends: Sequence[int],
+    call_bytes_max: int = _CALL_BYTES_MAX,
+) -> None:
     """Append the pieces of a batch. All of them are durable when this returns.
 
     writer: the name under which they were staged (`writer_of`).
     ends: the ends of the topic's partitions before anything of the batch was appended; empty if they are not known.
+    call_bytes_max: how many bytes of pieces go into one call of `TopicLog.append`.
     Raises the first error of a piece that is not stored."""
     producer = producer_of(writer, topic.id)
     sequences: dict[int, int] = {}
@@ -49,7 +57,7 @@ def append_pieces(topic: TopicLog, writer: str, batch: int, pieces: Iterable[Pie
         waiting.setdefault(partition, []).append(Append(partition, payload, Origin(producer, batch, sequence), since))
         sizes[partition] = sizes.get(partition, 0) + payload.data.size
         is_full = sizes[partition] >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX
-        if is_full or sum(sizes.values()) >= _CALL_BYTES_MAX:
+        if is_full or sum(sizes.values()) >= call_bytes_max:
             _append(topic, waiting)
             waiting, sizes = {}, {}
     _append(topic, waiting)

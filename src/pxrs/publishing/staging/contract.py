@@ -124,3 +124,20 @@ class Staging(TaskStaging):
     @abstractmethod
     def forget_topic(self, topic: str) -> None:
         """Remove everything that was staged for the topic, and its name from `topics`."""
+
+
+class StagingStore(Staging):
+    """A staging place of this process's own, not one behind a server. A server offers it to its clients."""
+
+    @abstractmethod
+    def remove(self, topic: str, query: str, batch: int, file: str) -> None:
+        """Remove one staged file, which no manifest names; no error if it is gone."""
+
+
+class HasStaging(ABC):
+    """A log that is in no directory, and has a staging place all the same."""
+
+    @property
+    @abstractmethod
+    def staging(self) -> StagingStore:
+        """The staging place of the log."""

@@ -38,7 +38,7 @@ import pyarrow as pa
 from pxrs import disk
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.staging.contract import Staging
+from pxrs.publishing.staging.contract import StagingStore
 from pxrs.publishing.staging.files import NewFile, Staged, query_of_writer
 from pxrs.publishing.staging.frames import ARROW_SUFFIX, SUFFIX, FramesWriter, Piece, read_arrow_file, read_frames_file
 
@@ -91,7 +91,7 @@ class DirectoryFile(NewFile):
             os.unlink(self._path)
 
 
-class DirectoryStaging(Staging):
+class DirectoryStaging(StagingStore):
     """The folder `staging` of a hub's directory."""
 
     def __init__(self, hub: str) -> None:
@@ -183,7 +183,6 @@ class DirectoryStaging(Staging):
     # Removing.
 
     def remove(self, topic: str, query: str, batch: int, file: str) -> None:
-        """Remove one staged file, which no manifest names; no error if it is gone."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._folder(topic, query, batch) / file)
 

@@ -1,0 +1,292 @@
+"""A replicated cluster over loopback: against one log in a directory, against `pxrs serve`, and against NATS JetStream.
+
+The cluster is three storage nodes, a broker and etcd, each a process of its own. A topic has three copies, and an
+append is acknowledged when two nodes have synced it. All processes share this machine's cores and its disk, so the
+ratios say what the copies cost here; on machines of their own the nodes work beside each other. Messages have 100
+bytes. `python -m benchmarks.cluster messages` runs one part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+from rich.console import Console
+from rich.table import Table
+
+import pxrs
+from benchmarks.cluster_peers import NatsCluster
+from benchmarks.log.workload import PARTITIONS, ROWS, Row, pairs, records
+from benchmarks.measure import compare
+from pxrs.errors import PxrsError
+from pxrs.testing.servers import EtcdServer, HubServer, Server
+
+NODES = 3
+BATCHES = 50
+MESSAGES = 200_000
+PEER_MESSAGES = 50_000
+READY_S = 30.0
+
+
+class Member(HubServer):
+    """`pxrs storage` or `pxrs broker`."""
+
+    def __init__(self, command: str, registry: str) -> None:
+        super().__init__()
+        self._kind, self._cluster = command, registry
+
+    def _command(self, folder: Path) -> list[str]:
+        command = [sys.executable, "-m", "pxrs.cli", self._kind, "--registry", self._cluster]
+        command += ["--listen", f"{self.host}:{self.port}"]
+        return [*command, "--dir", str(folder / "node")] if self._kind == "storage" else command
+
+
+class Processes:
+    """A cluster."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.etcd = stack.enter_context(EtcdServer())
+        self.nodes = [stack.enter_context(Member("storage", self.etcd.url)) for _ in range(NODES)]
+        self.broker = stack.enter_context(Member("broker", self.etcd.url))
+        self.hub = stack.enter_context(pxrs.open(self.broker.url))
+
+    def create_topic(self, name: str) -> None:
+        """Make a topic, and wait until the broker serves its partitions."""
+        self.hub.create_topic(name, PARTITIONS, ensemble=NODES, write_quorum=NODES, ack_quorum=2)
+        until = time.monotonic() + READY_S
+        while True:
+            try:
+                self.hub.topic(name).log.ends()
+                return
+            except PxrsError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    parts: dict[str, Callable[[Path], Iterator[Row]]] = {
+        "messages": messages,
+        "batches": batches,
+        "reads": reads,
+        "nats": peers,
+    }
+    parser.add_argument("parts", nargs="*", choices=[*parts, "costs", []], help="which to run; all if none is named")
+    chosen = parser.parse_args().parts or [*parts, "costs"]
+    console = Console()
+    title = "three copies, two acknowledgements, synced; messages a second"
+    table = Table("what", "reference", title=title, header_style="bold")
+    for column in ("ours/s", "reference/s", "ratio", "wanted"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in parts:
+        if name in chosen:
+            with console.status(f"measuring {name}"), tempfile.TemporaryDirectory() as folder:
+                for row in parts[name](Path(folder)):
+                    ours, theirs = f"{row.figure.ours_per_s:,.0f}", f"{row.figure.reference_per_s:,.0f}"
+                    table.add_row(row.what, row.reference, ours, theirs, f"{row.figure.ratio:.2f}x", row.wanted)
+    if table.rows:
+        console.print(table)
+    if "costs" in chosen:
+        with console.status("measuring the CPU time of each process"):
+            console.print(costs())
+
+
+def messages(folder: Path) -> Iterator[Row]:
+    """Messages one by one, in."""
+    given = pairs(MESSAGES)
+    with ExitStack() as stack:
+        cluster = Processes(stack)
+        local = stack.enter_context(pxrs.open(folder / "data"))
+        cluster.create_topic("t")
+        local.create_topic("t", PARTITIONS)
+        ways = [_send(stack.enter_context(hub.producer("t")), given) for hub in (cluster.hub, local)]
+        figure = compare(*ways, times=1, rounds=7).times(MESSAGES)
+        yield Row("send() + flush", "a log in a directory, synced", figure, "0.4x")
+
+
+def batches(folder: Path) -> Iterator[Row]:
+    """Arrow batches, in."""
+    with ExitStack() as stack:
+        cluster = Processes(stack)
+        local = stack.enter_context(pxrs.open(folder / "data"))
+        cluster.create_topic("t")
+        local.create_topic("t", PARTITIONS)
+        ways = [_send_batches(stack.enter_context(hub.producer("t"))) for hub in (cluster.hub, local)]
+        figure = compare(*ways, times=1, rounds=7).times(BATCHES * ROWS)
+        yield Row("send_batch() + flush", "a log in a directory, synced", figure, "0.1x")
+
+
+def reads(folder: Path) -> Iterator[Row]:
+    """Out, against one server with one copy."""
+    with ExitStack() as stack:
+        cluster = Processes(stack)
+        served = stack.enter_context(pxrs.open(stack.enter_context(HubServer()).url))
+        cluster.create_topic("t")
+        served.create_topic("t", PARTITIONS)
+        hubs = cluster.hub, served
+        for hub in hubs:
+            with hub.producer("t") as out:
+                _send_batches(out)()
+        total = BATCHES * ROWS
+        for what, read in (
+            ("read Arrow batches", _read_batches),
+            ("iterate messages", _read_messages),
+            ("a group reads and commits", _consume),
+            ("a group reads batches and commits", _consume_batches),
+        ):
+            figure = compare(*(read(hub, total) for hub in hubs), times=1, rounds=5).times(total)
+            yield Row(what, "pxrs serve, one copy", figure, "0.5x")
+
+
+def peers(folder: Path) -> Iterator[Row]:
+    """NATS JetStream with three replicas, in and out, through its Python client."""
+    given = pairs(PEER_MESSAGES)
+    with ExitStack() as stack:
+        cluster = Processes(stack)
+        cluster.create_topic("t")
+        out = stack.enter_context(cluster.hub.producer("t"))
+        for synced in (False, True):
+            nats = stack.enter_context(NatsCluster(given, is_synced=synced))
+            kind = "NATS JetStream, 3 replicas" + (", synced" if synced else ", synced every 2 minutes")
+            figure = compare(_send(out, given), nats.publish, times=1, rounds=3).times(PEER_MESSAGES)
+            yield Row("send() + flush", f"{kind}: async publish", figure)
+            figure = compare(_consume(cluster.hub, PEER_MESSAGES), nats.fetch, times=1, rounds=3).times(PEER_MESSAGES)
+            yield Row("a group reads and commits", f"{kind}: fetch + ack", figure)
+            nats.close()
+
+
+def _send(producer: pxrs.Producer, given: list[tuple[bytes, bytes]]) -> Callable[[], None]:
+    def work() -> None:
+        for key, value in given:
+            producer.send(value, key)
+        producer.flush()
+
+    return work
+
+
+def _send_batches(producer: pxrs.Producer) -> Callable[[], None]:
+    table = pa.Table.from_batches([records().drop_columns(["timestamp", "headers"])] * 10)
+
+    def work() -> None:
+        for _ in range(BATCHES // 10):
+            producer.send_batch(table)
+        producer.flush()
+
+    return work
+
+
+def _read_batches(hub: pxrs.Hub, total: int) -> Callable[[], None]:
+    topic = hub.topic("t")
+
+    def work() -> None:
+        parts = (topic.batches(partition, 0) for partition in range(PARTITIONS))
+        assert sum(batch.records.num_rows for part in parts for batch in part) == total
+
+    return work
+
+
+def _read_messages(hub: pxrs.Hub, total: int) -> Callable[[], None]:
+    topic = hub.topic("t")
+
+    def work() -> None:
+        assert sum(1 for partition in range(PARTITIONS) for _ in topic.messages(partition)) == total
+
+    return work
+
+
+def _consume(hub: pxrs.Hub, total: int) -> Callable[[], None]:
+    """In a group, up to the end, with checkpoints."""
+    groups = iter(range(1_000))
+    name = os.urandom(4).hex()
+
+    def work() -> None:
+        count = 0
+        with hub.consumer("t", group=f"{name}-{next(groups)}", until="end") as inbox:
+            for _ in inbox:
+                count += 1
+                if count == total:
+                    break
+        assert count == total
+
+    return work
+
+
+def _consume_batches(hub: pxrs.Hub, total: int) -> Callable[[], None]:
+    groups = iter(range(1_000))
+    name = os.urandom(4).hex()
+
+    def work() -> None:
+        count = 0
+        with hub.consumer("t", group=f"{name}-{next(groups)}", until="end") as inbox:
+            for batch in inbox.batches():
+                count += batch.records.num_rows
+                if count >= total:
+                    break
+        assert count >= total
+
+    return work
+
+
+def costs() -> Table:
+    """The CPU time that the processes of a cluster take. It does not depend on the number of cores, as ratios do."""
+    table = Table("what", title="CPU time in the client, the broker and a storage node", header_style="bold")
+    for unit in ("us per 1,000 messages", "ms per MB"):
+        for who in ("client", "broker", "node"):
+            table.add_column(f"{who}: {unit}", justify="right")
+    given = pairs(MESSAGES)
+    with ExitStack() as stack:
+        cluster = Processes(stack)
+        cluster.create_topic("t")
+        cluster.create_topic("b")
+        hub = cluster.hub
+        one, many = (stack.enter_context(hub.producer(name)) for name in "tb")
+        size = records().nbytes / ROWS / 1e6
+        for what, work, count in (
+            ("send() + flush", _send(one, given), MESSAGES),
+            ("send_batch() + flush", _send_batches(many), BATCHES * ROWS),
+            ("read Arrow batches", lambda: _drain(hub.topic("t")), 6 * MESSAGES),
+        ):
+            work()
+            before = _cpu_s(cluster)
+            for _ in range(5):
+                work()
+            after = _cpu_s(cluster)
+            used = [(after[who] - before[who]) / 5 / count for who in ("client", "broker", "node")]
+            table.add_row(
+                what, *(f"{1e9 * each:,.0f}" for each in used), *(f"{1e3 * each / size:.2f}" for each in used)
+            )
+    return table
+
+
+def _drain(topic: pxrs.TopicHandle) -> None:
+    for partition in range(PARTITIONS):
+        for _ in topic.batches(partition, 0):
+            pass
+
+
+def _cpu_s(cluster: Processes) -> Mapping[str, float]:
+    """The CPU seconds of the client, the broker, and one storage node on average, up to now."""
+
+    def of(process: Any) -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    def server(each: Server) -> float:
+        return of(psutil.Process(each.pid))
+
+    nodes = sum(map(server, cluster.nodes)) / len(cluster.nodes)
+    return {"client": of(psutil.Process()), "broker": server(cluster.broker), "node": nodes}
+
+
+if __name__ == "__main__":
+    main()

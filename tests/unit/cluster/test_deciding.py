@@ -1,0 +1,47 @@
+"""What may be lost if storage nodes are abandoned (C6), from records alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pxrs.cluster.deciding import assess
+from pxrs.cluster.ledgers import CLOSED, Fragment, LedgerRecord, Quorum
+
+OPEN = LedgerRecord("t", 0, 3, 1, Quorum(3, 3, 2), 70, (Fragment(0, ("a", "b", "c")),))
+CLOSED_ONE = replace(OPEN, number=2, base=10, state=CLOSED, last=4, end=70, is_complete=True)
+NAMES = {"t": "orders"}
+
+
+def test_c6_a_ledger_that_the_living_nodes_can_recover_needs_no_decision() -> None:
+    assert assess([OPEN], {"c"}, {"a", "b"}, NAMES) == []
+    assert assess([OPEN], {"b", "c"}, {"a"}, {}) == []  # it belongs to no topic, and is removed
+    (loss,) = assess([OPEN], {"b", "c"}, {"a"}, NAMES)
+    assert (loss.ledger, loss.topic, loss.nodes, loss.first, loss.end) == ("t/0/3", "orders", ("b", "c"), 70, None)
+    assert (loss.entries, loss.waits_for) == (None, ())
+
+
+def test_c6_it_is_told_which_other_nodes_a_recovery_would_still_wait_for() -> None:
+    (loss,) = assess([OPEN], {"c"}, set(), NAMES)
+    assert loss.waits_for == ("a", "b")
+    (loss,) = assess([OPEN], {"b", "c"}, set(), NAMES)
+    assert loss.waits_for == ()
+
+
+def test_c6_an_empty_position_counts_as_answered() -> None:
+    degraded = replace(OPEN, fragments=(Fragment(0, ("a", None, "c")),))
+    assert assess([degraded], {"c"}, {"a"}, NAMES) == []
+
+
+def test_c6_a_fragment_whose_entries_are_all_confirmed_needs_no_decision() -> None:
+    settled = replace(OPEN, fragments=(Fragment(0, ("a", "b", "c")), Fragment(5, ("d", "e", "f"))), confirmed=7)
+    assert assess([settled], {"b", "c"}, {"a", "d", "e"}, NAMES) == []
+    assert len(assess([replace(settled, confirmed=3)], {"b", "c"}, {"a", "d", "e"}, NAMES)) == 1
+
+
+def test_c6_of_a_closed_ledger_only_entries_without_any_other_copy_are_lost() -> None:
+    assert assess([CLOSED_ONE], {"b", "c"}, {"a"}, NAMES) == []
+    (loss,) = assess([CLOSED_ONE], {"a", "b", "c"}, set(), NAMES)
+    assert (loss.entries, loss.first, loss.end) == (5, 10, 70)
+    spread = replace(CLOSED_ONE, quorum=Quorum(3, 2, 2))
+    (loss,) = assess([spread], {"a", "b"}, {"c"}, NAMES)
+    assert loss.entries == 2  # entries 0 and 3 are at positions 0 and 1
