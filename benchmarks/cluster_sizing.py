@@ -58,28 +58,38 @@ def _cpu_ms(processes: Sequence[Process]) -> float:
 
 
 def measure(cluster: LocalCluster) -> dict[str, Cost]:
-    found = {}
     with pxrs.open(cluster.plan.address) as hub:
         hub.create_topic(TOPIC, partitions=6)
         with hub.producer(TOPIC) as producer:
             _send(producer, 20, SMALL)  # connections, ledgers
+            idle = _idle_second(cluster)
+            found = {"idle second": idle}
             for size, count in ENTRIES.items():
-                before = used(cluster)
+                before, began = used(cluster), time.monotonic()
                 _send(producer, count, size)
-                found[f"entry of {size:,} B"] = (used(cluster) - before).each(count)
+                found[f"entry of {size:,} B"] = _beyond(idle, used(cluster) - before, began).each(count)
         with hub.consumer(TOPIC, "sizing", start="earliest", ack="manual") as consumer:
             messages: list[pxrs.Message] = []
             while len(messages) < COMMITS:
                 messages += consumer.poll(COMMITS, timeout=10)
-            before = used(cluster)
+            before, began = used(cluster), time.monotonic()
             for message in messages[:COMMITS]:
                 consumer.ack(message)
                 consumer.commit()
-            found["commit of a checkpoint"] = (used(cluster) - before).each(COMMITS)
+            found["commit of a checkpoint"] = _beyond(idle, used(cluster) - before, began).each(COMMITS)
+    return found
+
+
+def _idle_second(cluster: LocalCluster) -> Cost:
     before, began = used(cluster), time.monotonic()
     time.sleep(IDLE_S)
-    found["idle second"] = (used(cluster) - before).each(time.monotonic() - began)
-    return found
+    return (used(cluster) - before).each(time.monotonic() - began)
+
+
+def _beyond(idle: Cost, cost: Cost, began: float) -> Cost:
+    """Without what the processes use when nothing is asked of them."""
+    seconds = time.monotonic() - began
+    return cost - Cost(*(value * seconds for value in idle))
 
 
 def _send(producer: pxrs.Producer, count: int, size: int) -> None:

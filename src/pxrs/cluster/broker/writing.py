@@ -176,7 +176,6 @@ class LedgerShell:
         if tenure in self._failed or self.is_stopped:
             return []
         self._failed.add(tenure)
-        _logger.warning("ledger %s: a storage node is replaced: %s", self.record.id, error)
         BROKER_REPLACED.of().add()
         self._broker.news.record(
             "node.replaced", topic=self._topic.topic.name, ledger=self.record.id, node=node, error=str(error)
