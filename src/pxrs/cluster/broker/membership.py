@@ -65,6 +65,10 @@ class Membership:
             self._lease = lease
             return True
 
+    def named(self) -> dict[str, str]:
+        """The fields of events that name this broker."""
+        return {"broker": self._name or self.address, "incarnation": self.incarnation, "address": self.address}
+
     def tell_load(self, load: float) -> None:
         """Put the load into the key, if it has changed. Raises what the registry raises."""
         if load != self._load:

@@ -39,6 +39,7 @@ from pxrs.cluster.broker.view import Place, Seen
 from pxrs.cluster.placement import Candidate, choose, least_loaded
 from pxrs.cluster.records import NOBODY, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PartitionMoved, PxrsError, TopicDeleted
+from pxrs.metrics.instruments import BROKER_OPENING, BROKER_PARTITIONS
 from pxrs.registry.contract import ABSENT
 from pxrs.waiting import Subscribers, start_thread
 
@@ -76,6 +77,8 @@ class Ownership:
 
     def start(self) -> None:
         self._broker.membership.join()
+        self._broker.news.record("broker.joined", **self._broker.membership.named())
+        BROKER_PARTITIONS.watch(self, _states)
         self._thread = start_thread(self._run, "pxrs-ownership")
 
     def owned(self, topic_id: str, partition: int) -> OwnedPartition | None:
@@ -99,6 +102,7 @@ class Ownership:
             try:
                 if self._broker.membership.join():
                     self._give_up_all(PartitionMoved("the broker has lost its lease"))
+                    self._broker.news.record("broker.joined", **self._broker.membership.named())
                     self._broker.view.refresh()
                 self._look(self._broker.view.seen)
                 self._broker.membership.tell_load(float(len(self._owned)))
@@ -225,11 +229,10 @@ class Ownership:
         self._pool.submit(self._open, place, partition)
 
     def _open(self, place: Place, partition: OwnedPartition) -> None:
-        pause_s = 0.0
+        pause_s, began = 0.0, time.monotonic()
         try:
-            began = time.monotonic()
-            open_partition(self._broker, partition)
-            _logger.info("serving partition %s after %.3f s", partition.name, time.monotonic() - began)
+            has_recovered = open_partition(self._broker, partition)
+            self._tell_opened(place, partition, time.monotonic() - began, has_recovered)
         except PxrsError as error:
             pause_s = RETRY_S
             _logger.warning("partition %s could not be opened, tried again in %g s: %s", partition.name, pause_s, error)
@@ -237,10 +240,24 @@ class Ownership:
             pause_s = RETRY_S
             _logger.exception("partition %s could not be opened, tried again in %g s", partition.name, pause_s)
         finally:
+            BROKER_OPENING.of("failed" if pause_s else "serving").observe(time.monotonic() - began)
             with self._lock:
                 self._opening[place] = time.monotonic() + pause_s
             if pause_s:
                 threading.Timer(pause_s, self._wake.set).start()
+
+    def _tell_opened(self, place: Place, partition: OwnedPartition, seconds: float, recovered: bool) -> None:
+        _logger.info("serving partition %s after %.3f s", partition.name, seconds)
+        self._broker.news.record(
+            "partition.opened",
+            **self._broker.membership.named(),
+            topic=partition.topic.topic.name,
+            topic_id=place[0],
+            partition=place[1],
+            epoch=partition.epoch,
+            seconds=round(seconds, 3),
+            recovered=recovered,
+        )
 
     def _give_up(self, place: Place, why: PxrsError) -> None:
         with self._lock:
@@ -282,3 +299,9 @@ class Ownership:
             _logger.exception("partition %s was not released", partition.name)
         finally:
             self._give_up(place, PartitionMoved(f"{partition.name}: the broker is stopping"))
+
+
+def _states(ownership: Ownership) -> list[tuple[tuple[str, ...], float]]:
+    """How many partitions are in each state, for the metrics."""
+    counts = Counter("serving" if each.why_not is None else "opening" for each in ownership.partitions().values())
+    return [((state,), counts[state]) for state in ("serving", "opening")]

@@ -70,6 +70,7 @@ class RunningBroker:
         self._peers = Peers(peers or Settings("pxrs://", (), 2.0, 2.0))
         log = ClusterLog(self.broker, self.ownership, self._peers, self._cluster, f"cluster:{self._cluster[:8]}")
         self.hub = Hub(log, registry)
+        self.broker.news.recorder = self.hub.parts.events
         self.repairs = Repairs(self.broker, self.ownership, self.hub.parts.events)
 
     def join(self, address: str) -> None:
@@ -81,6 +82,8 @@ class RunningBroker:
     def leave(self) -> None:
         """Give every partition to the other brokers."""
         self.repairs.close()
+        count = len(self.ownership.partitions())
+        self.broker.news.record("broker.left", **self._membership.named(), partitions=count)
         self.ownership.close()
         self._membership.close()
 
