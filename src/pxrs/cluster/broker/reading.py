@@ -10,6 +10,8 @@ from typing import Final
 
 import pyarrow as pa
 
+from pxrs.cluster.broker.entries import Entry, decode_entry
+from pxrs.cluster.broker.fetched import FetchedEntries
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.links import EntryRead, NodeLink
@@ -35,6 +37,7 @@ class LedgerReader:
         self._links = links
         self._lock = Lock()
         self._indexes: OrderedDict[str, LedgerIndex] = OrderedDict()
+        self._fetched = FetchedEntries()
         self._avoided: dict[str, float] = {}
         """Nodes that did not answer, and until when they are asked last (monotonic)."""
 
@@ -83,6 +86,18 @@ class LedgerReader:
             if not page.has_more:
                 return
 
+    def entries(self, record: LedgerRecord, first: int, last: int, max_bytes: int, place: int) -> list[Entry]:
+        """The entries from `first` on and up to `last`, about `max_bytes` of them and at least one.
+
+        place: the partition's `place_id`. Raises ReadFailed, DamagedFrame."""
+        found = self._fetched.get(record.id, first, max_bytes)
+        if not found:
+            for read in self.read(record, first, last):
+                entry = decode_entry(body_of(read), f"entry {read.entry} of ledger {record.id}", place)
+                self._fetched.add(record.id, read.entry, entry)
+                found.append(entry)
+        return found
+
     def read(self, record: LedgerRecord, first: int, last: int, *, heads: bool = False) -> Iterator[EntryRead]:
         """The entries from `first` to `last`, in order; heads: with the headers of their frames instead of their bytes.
         Raises ReadFailed if no node that answers has one of them."""
@@ -123,6 +138,7 @@ class LedgerReader:
     def forget(self, ledger: str) -> None:
         with self._lock:
             self._indexes.pop(ledger, None)
+        self._fetched.forget(ledger)
 
 
 def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFailed:

@@ -8,6 +8,7 @@ way, but only for calls that may be repeated: an append whose answer is missing 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,17 +17,21 @@ from typing import Final, Protocol, TypeVar
 
 from pxrs.errors import (
     AppendFailed,
+    AppendUnknown,
     InvalidRecord,
     LogError,
     PartitionMoved,
+    PxrsError,
     ReadFailed,
     ServerBusy,
 )
 from pxrs.log.batch import Batch, check_encoded
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, RetentionPlan, TopicLog
-from pxrs.log.outcomes import NotStored, Outcome, StoredAt
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.model import Topic
 from pxrs.waiting import Callback, Subscription
+
+_logger = logging.getLogger(__name__)
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 0.25
 THREADS_MAX: Final = 4
@@ -76,7 +81,9 @@ class RoutedTopic(TopicLog):
     # Reading.
 
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
-        return self._gather(self._checked(partitions), lambda log, chosen: log.bounds(chosen))
+        asked = self._checked(partitions)
+        found = self._gather(asked, lambda log, chosen: log.bounds(chosen))
+        return {partition: found[partition] for partition in asked}  # in this order, as other logs return them
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         return self._at(partition, lambda log: log.read(partition, offset, max_bytes))
@@ -216,10 +223,23 @@ class RoutedTopic(TopicLog):
             check_encoded(each.payload)
             by_partition.setdefault(each.partition, []).append(number)
         outcomes: dict[int, Outcome] = {}
+        refused: dict[int, PxrsError] = {}
 
         def store(log: TopicLog, mine: list[int]) -> dict[int, None]:
+            # Nothing but PartitionMoved is raised: the servers of the other partitions may have stored theirs.
             numbers = [number for partition in mine for number in by_partition[partition]]
-            stored = dict(zip(numbers, log.append([appends[number] for number in numbers]), strict=True))
+            try:
+                stored = dict(zip(numbers, log.append([appends[number] for number in numbers]), strict=True))
+            except PartitionMoved:
+                raise
+            except AppendUnknown as error:
+                stored = dict.fromkeys(numbers, MaybeStored(error))
+            except PxrsError as error:  # see `TopicLog.append`: raised before anything is stored
+                refused.update(dict.fromkeys(mine, error))
+                stored = dict.fromkeys(numbers, NotStored(error))
+            except Exception as error:
+                _logger.exception("%s: an append failed", self.name)
+                stored = dict.fromkeys(numbers, MaybeStored(AppendUnknown(f"{self.name}: {error!r}")))
             done: dict[int, None] = {}
             for partition in mine:
                 found = [stored[number] for number in by_partition[partition]]
@@ -230,10 +250,17 @@ class RoutedTopic(TopicLog):
                     done[partition] = None
             return done
 
-        missing = self._try_all(list(by_partition), store, PartitionMoved)
-        for partition, error in missing.items():
-            failed = NotStored(AppendFailed(f"{self.name}/{partition}: {error}; nothing was stored"))
+        try:
+            missing = self._try_all(list(by_partition), store, PartitionMoved)
+        except PxrsError as error:  # such as Closed, between two tries
+            if not outcomes:
+                raise
+            return [outcomes.get(number, NotStored(error)) for number in range(len(appends))]
+        for partition, late in missing.items():
+            failed = NotStored(AppendFailed(f"{self.name}/{partition}: {late}; nothing was stored"))
             outcomes.update(dict.fromkeys(by_partition[partition], failed))
+        if refused and len(refused) == len(by_partition):
+            raise next(iter(refused.values()))
         return [outcomes[number] for number in range(len(appends))]
 
     # Retention.
