@@ -41,6 +41,7 @@ class DamagedTopic(NamedTuple):
     """What is wrong with the topic."""
 
 
+# Over the limit: most of it documents what each call of a log and of its topics promises, which is read together.
 class Append(NamedTuple):
     """An encoded batch for one partition, and its origin. Two batches with the same origin are stored once (L4)."""
 
