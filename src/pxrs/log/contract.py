@@ -31,6 +31,7 @@ _OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument)
 """Errors of `Source.read` that concern the source or the call, and not only the partition that was read."""
 
 
+# Over the limit: most of it documents what each call of a log and of its topics promises, which is read together.
 class DamagedTopic(NamedTuple):
     """A topic that cannot be opened, because its stored description is missing, damaged, or that of another topic."""
 
@@ -41,7 +42,6 @@ class DamagedTopic(NamedTuple):
     """What is wrong with the topic."""
 
 
-# Over the limit: most of it documents what each call of a log and of its topics promises, which is read together.
 class Append(NamedTuple):
     """An encoded batch for one partition, and its origin. Two batches with the same origin are stored once (L4)."""
 
