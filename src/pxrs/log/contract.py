@@ -31,6 +31,7 @@ _OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument)
 """Errors of `Source.read` that concern the source or the call, and not only the partition that was read."""
 
 
+# Over the limit: most of it documents what each call of a log and of its topics promises, which is read together.
 class DamagedTopic(NamedTuple):
     """A topic that cannot be opened, because its stored description is missing, damaged, or that of another topic."""
 

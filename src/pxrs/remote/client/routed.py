@@ -60,6 +60,7 @@ class Routes(Protocol):
         """This handle does not serve the partition any more: ask anew for its owner."""
 
 
+# Over the limit: one short method for each operation of the contract, and what they share.
 class RoutedTopic(TopicLog):
     """A handle to one topic. Threads share it."""
 
