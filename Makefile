@@ -57,8 +57,8 @@ types: $(READY) ## Strict mypy
 unit: $(READY) ## The tests that need no server
 	$(PYTEST) tests/unit tests/simulation
 
-sim: $(READY) ## Groups by seed: SEEDS=1000 of them, or SEED=n with its schedule
-	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED))
+sim: $(READY) ## Groups and clusters by seed: SEEDS=1000 of each, or SEED=n with its schedule; OF=clusters for one kind
+	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED)) $(if $(OF),--of $(OF))
 
 soak: $(READY) ## The fault tests with larger numbers
 	PXRS_SOAK=1 $(PYTEST) tests

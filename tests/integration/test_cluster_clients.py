@@ -92,6 +92,7 @@ def test_g1_a_group_reads_each_message_once_while_a_broker_leaves_and_another_jo
         ends = hub.topic("orders").log.bounds(range(PARTITIONS))
         found = {each.partition: each.checkpoint for each in hub.group("g").describe().partitions}
         assert found == {partition: bounds.end for partition, bounds in ends.items()}
+        assert list(ends) == list(range(PARTITIONS)), "in the order in which they were asked for, whoever owns them"
 
 
 def test_w2_a_member_that_ends_is_followed_from_its_last_checkpoint(cluster: SmallCluster) -> None:

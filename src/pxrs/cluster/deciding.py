@@ -46,7 +46,7 @@ class Loss(NamedTuple):
 
     ledger: str
     topic: str
-    """Its name; empty if it is not known."""
+    """Its name."""
     partition: int
     state: str
     nodes: tuple[str, ...]
@@ -159,8 +159,8 @@ def assess(
     """Pure: as `losses`. topics: their names by id."""
     found = []
     for record in ledgers:
-        if not record.named.intersection(nodes):
-            continue
+        if record.topic_id not in topics or not record.named.intersection(nodes):
+            continue  # what belongs to no topic is removed, and is never recovered
         loss = _closed_loss(record, nodes, topics) if record.is_closed else _open_loss(record, nodes, alive, topics)
         if loss is not None:
             found.append(loss)
@@ -209,7 +209,7 @@ def _loss(
 ) -> Loss:
     return Loss(
         record.id,
-        topics.get(record.topic_id, ""),
+        topics[record.topic_id],
         record.partition,
         record.state,
         tuple(sorted(record.named.intersection(nodes))),

@@ -69,9 +69,10 @@ def _reasons(ledger: LedgerStatus) -> str:
 
 
 def _reason(shortage: Shortage) -> str:
-    where = f"position {shortage.position}" if shortage.node is None else f"node {short(shortage.node)}"
-    towards = "" if shortage.copied_to is None else f", being copied to {short(shortage.copied_to)}"
-    return f"{where}: {shortage.why}{towards}"
+    why = f"position {shortage.position} has no node"
+    if shortage.node is not None:
+        why = f"node {short(shortage.node)} {shortage.why.removeprefix('node ')}"
+    return why if shortage.copied_to is None else f"{why}, being copied to {short(shortage.copied_to)}"
 
 
 def some(names: list[str], count: int = NAMES_MAX) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from pxrs.cluster import records
 from pxrs.cluster.copies import is_used
-from pxrs.cluster.ledgers import LedgerName, LedgerRecord
+from pxrs.cluster.ledgers import CLOSED, LedgerName, LedgerRecord
 from pxrs.cluster.naming import known_cluster_id
 from pxrs.cluster.records import (
     RETIRED,
@@ -98,7 +98,7 @@ class Shortage:
 
     ledger: str
     topic: str
-    """Its name; empty if the topic was deleted."""
+    """Its name."""
     partition: int
     first: int
     """The first entry of the fragment."""
@@ -131,6 +131,8 @@ class LedgerStatus:
     abandoned: tuple[str, ...]
     """Nodes that an operator has decided to go on without: acknowledged entries may be lost."""
     shortages: tuple[Shortage, ...]
+    """None for a ledger of a topic that was deleted, or of rows that Spark has staged: it gets no more copies, and is
+    removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,7 @@ def assemble(found: Found) -> ClusterStatus:
     ledgers = [_ledger(record, names, found) for record in found.ledgers]
     short = Counter(ledger.topic_id for ledger in ledgers if ledger.shortages)
     left = Counter(ledger.topic_id for ledger in ledgers)
+    unclosed = {ledger.id for ledger in ledgers if ledger.state != CLOSED}
     return ClusterStatus(
         found.id,
         _brokers(found),
@@ -289,8 +292,9 @@ def assemble(found: Found) -> ClusterStatus:
             for topic_id, gone in sorted(found.deleted.items())
         ),
         tuple(
-            AbandonedLedger(LedgerName.of_id(ledger).id, each.nodes, each.who, each.at)
-            for ledger, each in sorted(found.abandoned.items())
+            AbandonedLedger(name.id, each.nodes, each.who, each.at)
+            for name, each in sorted((LedgerName.of_id(ledger), each) for ledger, each in found.abandoned.items())
+            if name.id in unclosed
         ),
     )
 
@@ -377,7 +381,7 @@ def _ledger(record: LedgerRecord, names: Mapping[str, str], found: Found) -> Led
         tuple((fragment.first, fragment.nodes) for fragment in record.fragments),
         record.is_complete,
         record.abandoned,
-        tuple(_shortages(record, names.get(record.topic_id, ""), found)),
+        tuple(_shortages(record, names[record.topic_id], found)) if record.topic_id in names else (),
     )
 
 

@@ -143,6 +143,23 @@ _EVENTS: Final = (
         "queue {queue}: {count} items of taker {taker}, which is gone, came back",
         ("queue", "queue_id", "taker", "count", "items"),
     ),
+    Kind("broker.joined", "broker {broker} joined the cluster at {address}", ("broker", "incarnation", "address")),
+    Kind(
+        "broker.left",
+        "broker {broker} left the cluster, and gave {partitions} partitions to others",
+        ("broker", "incarnation", "address", "partitions"),
+    ),
+    Kind(
+        "partition.opened",
+        "{topic}/{partition}: {broker} serves it with epoch {epoch}, {seconds} s after its claim",
+        ("topic", "topic_id", "partition", "broker", "incarnation", "address", "epoch", "seconds", "recovered"),
+    ),
+    Kind(
+        "node.replaced",
+        "ledger {ledger} of {topic} goes on without storage node {node}: {error}",
+        ("topic", "ledger", "node", "error"),
+        logging.WARNING,
+    ),
     Kind(
         "node.lost",
         "storage node {node} was away for {seconds} s: its copies are made anew on others",

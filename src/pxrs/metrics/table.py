@@ -211,6 +211,83 @@ STORAGE_FREE: Final = _metric("pxrs.storage.free", "gauge", "By", "", "Free byte
 STORAGE_REFUSES: Final = _metric(
     "pxrs.storage.refuses", "gauge", "{node}", "", "1 while the storage node takes no entries, such as on a full disk."
 )
+BROKER_PARTITIONS: Final = _metric(
+    "pxrs.broker.partitions",
+    "gauge",
+    "{partition}",
+    "state",
+    "Partitions that the broker owns: serving, or opening, which is also the state of one that could not be opened.",
+)
+BROKER_ENTRIES: Final = _metric(
+    "pxrs.broker.entries",
+    "counter",
+    "{entry}",
+    "",
+    "Entries that the broker has sent to storage nodes: one for each append to a partition.",
+)
+BROKER_CONFIRMED: Final = _metric(
+    "pxrs.broker.confirmed",
+    "counter",
+    "{entry}",
+    "",
+    "Entries that enough storage nodes have acknowledged.",
+)
+BROKER_CONFIRM: Final = _metric(
+    "pxrs.broker.confirm",
+    "histogram",
+    "s",
+    "",
+    "How long it took until enough storage nodes had acknowledged an entry.",
+)
+BROKER_REPLACED: Final = _metric(
+    "pxrs.broker.replaced",
+    "counter",
+    "{node}",
+    "",
+    "Storage nodes that failed while a ledger was written, and were replaced or left out.",
+)
+BROKER_RECOVERY: Final = _metric(
+    "pxrs.broker.recovery",
+    "histogram",
+    "s",
+    "outcome",
+    "How long the recovery of a ledger took whose writer was gone: closed, or failed, which is tried again.",
+)
+BROKER_OPENING: Final = _metric(
+    "pxrs.broker.opening",
+    "histogram",
+    "s",
+    "outcome",
+    "How long it took to open a partition, with the recovery of its last ledger: serving, or failed.",
+)
+BROKER_DEGRADED: Final = _metric(
+    "pxrs.broker.degraded",
+    "gauge",
+    "{ledger}",
+    "",
+    "Ledgers that are written with fewer storage nodes than the topic asks for.",
+)
+BROKER_LACKING: Final = _metric(
+    "pxrs.broker.lacking",
+    "gauge",
+    "{ledger}",
+    "",
+    "Closed ledgers of the broker's partitions that lack copies, or were not checked yet.",
+)
+BROKER_REPAIRS: Final = _metric(
+    "pxrs.broker.repairs",
+    "counter",
+    "{ledger}",
+    "outcome",
+    "Ledgers whose copies were made anew or checked: repaired, or failed, which is tried again.",
+)
+BROKER_COPIED: Final = _metric(
+    "pxrs.broker.copied",
+    "counter",
+    "By",
+    "",
+    "Bytes that were copied to other storage nodes.",
+)
 SPARK_BATCHES: Final = _metric(
     "pxrs.spark.batches", "counter", "{batch}", "query", "Micro-batches that Spark has finished."
 )

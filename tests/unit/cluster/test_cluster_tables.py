@@ -48,7 +48,7 @@ def test_the_most_urgent_comes_first() -> None:
         "orders/0, ledger 3 lacks copies",
         "storage node a at n",
     ]
-    assert "node b: node is away, node c: node is away" in told[2].text
+    assert "node b is away, node c is away" in told[2].text
     assert all(each.is_urgent for each in told)
 
 
@@ -57,7 +57,7 @@ def test_ledgers_with_the_fewest_copies_come_first_and_a_long_list_is_cut() -> N
     many = [replace(OPEN, number=number) for number in range(10, 10 + LEDGERS_MAX)]
     found = assemble(replace(FOUND, alive={"a": FOUND.alive["a"], "b": FOUND.alive["b"]}, ledgers=(*many, worse)))
     told = list(problems(found))
-    assert "ledger 9 lacks copies: position 0: no node, position 1: no node" in told[0].text
+    assert "ledger 9 lacks copies: position 0 has no node, position 1 has no node" in told[0].text
     assert told[-1].text == "copies are also lacking in 1 more ledger"
 
 

@@ -14,6 +14,7 @@ NAMES = {"t": "orders"}
 
 def test_c6_a_ledger_that_the_living_nodes_can_recover_needs_no_decision() -> None:
     assert assess([OPEN], {"c"}, {"a", "b"}, NAMES) == []
+    assert assess([OPEN], {"b", "c"}, {"a"}, {}) == []  # it belongs to no topic, and is removed
     (loss,) = assess([OPEN], {"b", "c"}, {"a"}, NAMES)
     assert (loss.ledger, loss.topic, loss.nodes, loss.first, loss.end) == ("t/0/3", "orders", ("b", "c"), 70, None)
     assert (loss.entries, loss.waits_for) == (None, ())

@@ -55,6 +55,10 @@ OTHER_METHODS: Final = {
 COMMANDS: Final = {
     "backup": "backup",
     "check": "repair",
+    "cluster abandon": "abandon_nodes",
+    "cluster forget": "forget_node",
+    "cluster reinstate": "reinstate_node",
+    "cluster retire": "retire_node",
     "group delete": "delete_group",
     "group import-checkpoint": "import_checkpoint",
     "group reset": "reset",
@@ -75,6 +79,7 @@ COMMANDS: Final = {
     "topic delete": "delete_topic",
 }
 OTHER_COMMANDS: Final = {
+    *("cluster up", "cluster status", "cluster demo"),
     *(
         "broker",
         "storage",

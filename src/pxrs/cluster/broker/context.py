@@ -14,6 +14,8 @@ from pxrs.cluster.broker.recent import Recent
 from pxrs.cluster.broker.view import View
 from pxrs.cluster.placement import choose, ensemble, placement_named, storage_candidates
 from pxrs.cluster.records import TopicRecord
+from pxrs.events.model import Json
+from pxrs.events.recording import LOGGED_ONLY, Recorder
 from pxrs.registry.contract import Registry
 
 
@@ -37,6 +39,17 @@ class BrokerSettings:
     """How many ledgers get copies at a time."""
 
 
+class News:
+    """Records events of the broker. The hub that stores them is made after the broker's parts, which are given this."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder = LOGGED_ONLY
+
+    def record(self, name: str, /, **fields: Json) -> None:
+        """Never blocks on a disk or a network."""
+        self.recorder.record(name, **fields)
+
+
 @dataclass(frozen=True, slots=True)
 class Broker:
     """What the parts of one broker share. Threads share it."""
@@ -48,9 +61,13 @@ class Broker:
     reader: LedgerReader
     recent: Recent
     crew: ThreadPoolExecutor
-    """For work that waits: commits of ledgers, answers of nodes."""
+    """For work that waits for the registry or for nodes, and for nothing else that a thread of the crew must do."""
+    rollers: ThreadPoolExecutor
+    """For ledgers that are closed and followed by the next one. This waits for commits, which the crew makes: on
+    threads of the crew, many of them at once would wait for threads that they hold themselves."""
     settings: BrokerSettings = field(default_factory=BrokerSettings)
     clock: Clock = SYSTEM
+    news: News = field(default_factory=News)
     turns: itertools.count[int] = field(default_factory=itertools.count)
 
     def ensemble(self, topic: TopicRecord) -> tuple[str | None, ...]:

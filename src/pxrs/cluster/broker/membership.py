@@ -60,8 +60,14 @@ class Membership:
                     incarnation,
                 )
                 old.close()
-            self._lease, self.incarnation = lease, incarnation
+            # In this order: whoever sees the new lease must not take it for that of the old incarnation (C4).
+            self.incarnation = incarnation
+            self._lease = lease
             return True
+
+    def named(self) -> dict[str, str]:
+        """The fields of events that name this broker."""
+        return {"broker": self._name or self.address, "incarnation": self.incarnation, "address": self.address}
 
     def tell_load(self, load: float) -> None:
         """Put the load into the key, if it has changed. Raises what the registry raises."""

@@ -25,9 +25,9 @@ from pxrs.log.producers import Producers
 _logger = logging.getLogger(__name__)
 
 
-def open_partition(broker: Broker, partition: OwnedPartition) -> None:
-    """Open the partition, and let it serve. Raises PartitionMoved if another broker has it, PartitionUnavailable if too
-    few nodes answer, what the registry raises."""
+def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
+    """Open the partition, and let it serve. Returns whether a ledger was recovered for that. Raises PartitionMoved if
+    another broker has it, PartitionUnavailable if too few nodes answer, what the registry raises."""
     topic = partition.topic
     key = records.owner_key(topic.topic.id, partition.partition)
     entry = broker.registry.get(key)
@@ -42,7 +42,8 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> None:
         for found in broker.registry.scan(records.ledgers_prefix(topic.topic.id, partition.partition))
     ]
     closed = [record for record, _ in chain]
-    if chain and not closed[-1].is_closed:
+    has_recovered = bool(chain) and not closed[-1].is_closed
+    if has_recovered:
         record, version = chain[-1]
         _logger.info("recovering ledger %s", record.id)
         closed[-1] = Recoverer(broker, topic, record, version, partition.epoch).run().record
@@ -50,6 +51,7 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> None:
     end = closed[-1].end if closed else 0
     assert end is not None
     partition.serve(Opened(closed, partition.begin_next(end), producers))
+    return has_recovered
 
 
 def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRecord]) -> Producers:

@@ -10,8 +10,9 @@ from what it sees, and made true by commits that expect it:
     this broker has more partitions than others (`balance`)     release one: close its ledger, then free the claim
     the lease was lost                                          give everything up, join as a new incarnation
 
-A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read.
-So of two brokers one gets the partition, a broker whose lease has ended gets none, and a deleted topic gets no owner.
+A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read,
+and that the last owner's key is gone. So of two brokers one gets the partition, a broker whose lease has ended gets
+none, a deleted topic gets no owner, and nobody takes a partition from a broker that may still answer reads (C4).
 
 A partition is released in this order: its ledger is closed, so that the next owner need not recover it; this broker
 stops to answer for it; the owner record is freed by a commit that expects the claim. The other way round, this broker
@@ -36,8 +37,9 @@ from pxrs.cluster.broker.opening import open_partition
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.view import Place, Seen
 from pxrs.cluster.placement import Candidate, choose, least_loaded
-from pxrs.cluster.records import OwnerRecord, TopicRecord
+from pxrs.cluster.records import NOBODY, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PartitionMoved, PxrsError, TopicDeleted
+from pxrs.metrics.instruments import BROKER_OPENING, BROKER_PARTITIONS
 from pxrs.registry.contract import ABSENT
 from pxrs.waiting import Subscribers, start_thread
 
@@ -75,6 +77,8 @@ class Ownership:
 
     def start(self) -> None:
         self._broker.membership.join()
+        self._broker.news.record("broker.joined", **self._broker.membership.named())
+        BROKER_PARTITIONS.watch(self, _states)
         self._thread = start_thread(self._run, "pxrs-ownership")
 
     def owned(self, topic_id: str, partition: int) -> OwnedPartition | None:
@@ -98,6 +102,7 @@ class Ownership:
             try:
                 if self._broker.membership.join():
                     self._give_up_all(PartitionMoved("the broker has lost its lease"))
+                    self._broker.news.record("broker.joined", **self._broker.membership.named())
                     self._broker.view.refresh()
                 self._look(self._broker.view.seen)
                 self._broker.membership.tell_load(float(len(self._owned)))
@@ -196,10 +201,11 @@ class Ownership:
             return
         key = records.owner_key(*place)
         claimed = owner.claimed(membership.incarnation, membership.address)
+        expected = {key: owner_version, records.topic_key(topic.topic.name): version}
+        if owner.broker not in (NOBODY, membership.incarnation):
+            expected[records.broker_key(owner.broker)] = ABSENT  # while it lives, it answers reads by its lease (C4)
         try:
-            versions = self._broker.registry.commit(
-                {key: owner_version, records.topic_key(topic.topic.name): version}, {key: claimed.dump()}, lease=lease
-            )
+            versions = self._broker.registry.commit(expected, {key: claimed.dump()}, lease=lease)
         except (Conflict, LeaseExpired, OutcomeUnknown):
             # What became of it is seen at the next look: a claim that landed names this incarnation.
             self._broker.view.look_again()
@@ -223,11 +229,10 @@ class Ownership:
         self._pool.submit(self._open, place, partition)
 
     def _open(self, place: Place, partition: OwnedPartition) -> None:
-        pause_s = 0.0
+        pause_s, began = 0.0, time.monotonic()
         try:
-            began = time.monotonic()
-            open_partition(self._broker, partition)
-            _logger.info("serving partition %s after %.3f s", partition.name, time.monotonic() - began)
+            has_recovered = open_partition(self._broker, partition)
+            self._tell_opened(place, partition, time.monotonic() - began, has_recovered)
         except PxrsError as error:
             pause_s = RETRY_S
             _logger.warning("partition %s could not be opened, tried again in %g s: %s", partition.name, pause_s, error)
@@ -235,10 +240,24 @@ class Ownership:
             pause_s = RETRY_S
             _logger.exception("partition %s could not be opened, tried again in %g s", partition.name, pause_s)
         finally:
+            BROKER_OPENING.of("failed" if pause_s else "serving").observe(time.monotonic() - began)
             with self._lock:
                 self._opening[place] = time.monotonic() + pause_s
             if pause_s:
                 threading.Timer(pause_s, self._wake.set).start()
+
+    def _tell_opened(self, place: Place, partition: OwnedPartition, seconds: float, recovered: bool) -> None:
+        _logger.info("serving partition %s after %.3f s", partition.name, seconds)
+        self._broker.news.record(
+            "partition.opened",
+            **self._broker.membership.named(),
+            topic=partition.topic.topic.name,
+            topic_id=place[0],
+            partition=place[1],
+            epoch=partition.epoch,
+            seconds=round(seconds, 3),
+            recovered=recovered,
+        )
 
     def _give_up(self, place: Place, why: PxrsError) -> None:
         with self._lock:
@@ -280,3 +299,9 @@ class Ownership:
             _logger.exception("partition %s was not released", partition.name)
         finally:
             self._give_up(place, PartitionMoved(f"{partition.name}: the broker is stopping"))
+
+
+def _states(ownership: Ownership) -> list[tuple[tuple[str, ...], float]]:
+    """How many partitions are in each state, for the metrics."""
+    counts = Counter("serving" if each.why_not is None else "opening" for each in ownership.partitions().values())
+    return [((state,), counts[state]) for state in ("serving", "opening")]

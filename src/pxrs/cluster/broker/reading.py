@@ -86,13 +86,13 @@ class LedgerReader:
             if not page.has_more:
                 return
 
-    def entries(self, record: LedgerRecord, index: LedgerIndex, first: int, max_bytes: int, place: int) -> list[Entry]:
-        """The entries from `first` on that the index has, about `max_bytes` of them and at least one.
+    def entries(self, record: LedgerRecord, first: int, last: int, max_bytes: int, place: int) -> list[Entry]:
+        """The entries from `first` on and up to `last`, about `max_bytes` of them and at least one.
 
         place: the partition's `place_id`. Raises ReadFailed, DamagedFrame."""
         found = self._fetched.get(record.id, first, max_bytes)
         if not found:
-            for read in self.read(record, first, index.reach(first, max_bytes)):
+            for read in self.read(record, first, last):
                 entry = decode_entry(body_of(read), f"entry {read.entry} of ledger {record.id}", place)
                 self._fetched.add(record.id, read.entry, entry)
                 found.append(entry)

@@ -35,6 +35,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryUnavailable,
 )
+from pxrs.metrics.instruments import BROKER_RECOVERY
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +61,15 @@ class Recoverer:
 
     def run(self) -> Closed:
         """Raises PartitionUnavailable if too few nodes answer in time, or if somebody else has changed the record."""
+        began, outcome = time.monotonic(), "failed"
+        try:
+            closed = self._run()
+            outcome = "closed"
+            return closed
+        finally:
+            BROKER_RECOVERY.of(outcome).observe(time.monotonic() - began)
+
+    def _run(self) -> Closed:
         until = time.monotonic() + self._broker.settings.recovery_s
         self._do(self._core.offer(self._broker.spares(self._topic, self._core.record.named)))
         self._do(self._core.start())

@@ -37,6 +37,7 @@ from pxrs.cluster.copies import Repaired, is_repairable, needs_repair, urgency
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.errors import Closed, PxrsError
 from pxrs.events.recording import Recorder
+from pxrs.metrics.instruments import BROKER_COPIED, BROKER_LACKING, BROKER_REPAIRS
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class Repairs:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        BROKER_LACKING.watch(self, lambda repairs: [((), repairs.short)])
         self._thread = start_thread(self._run, "pxrs-repairs")
 
     @property
@@ -233,6 +235,8 @@ class Repairs:
             self.counts.copied_bytes += repairer.copied_bytes
             self.counts.repaired += isinstance(ended, Repaired)
             self.counts.failed += not isinstance(ended, Repaired)
+        BROKER_REPAIRS.of("repaired" if isinstance(ended, Repaired) else "failed").add()
+        BROKER_COPIED.of().add(repairer.copied_bytes)
         if isinstance(ended, str):
             _logger.warning(
                 "ledger %s lacks copies, and its repair ended after %d entries: %s%s; it is tried again",

@@ -52,6 +52,7 @@ class RunningBroker:
         self._view.start()
         self._links = NodeLinks(registry, self._view, links or LinkSettings())
         self._crew = ThreadPoolExecutor(CREW_MAX, "pxrs-broker")
+        self._rollers = ThreadPoolExecutor(settings.openings_max, "pxrs-rolling")
         self._membership = Membership(registry, "", name, lease_ttl)
         self.broker = Broker(
             registry,
@@ -61,6 +62,7 @@ class RunningBroker:
             LedgerReader(self._links),
             Recent(settings.recent_bytes),
             self._crew,
+            self._rollers,
             settings,
             clock,
         )
@@ -68,6 +70,7 @@ class RunningBroker:
         self._peers = Peers(peers or Settings("pxrs://", (), 2.0, 2.0))
         log = ClusterLog(self.broker, self.ownership, self._peers, self._cluster, f"cluster:{self._cluster[:8]}")
         self.hub = Hub(log, registry)
+        self.broker.news.recorder = self.hub.parts.events
         self.repairs = Repairs(self.broker, self.ownership, self.hub.parts.events)
 
     def join(self, address: str) -> None:
@@ -79,6 +82,8 @@ class RunningBroker:
     def leave(self) -> None:
         """Give every partition to the other brokers."""
         self.repairs.close()
+        count = len(self.ownership.partitions())
+        self.broker.news.record("broker.left", **self._membership.named(), partitions=count)
         self.ownership.close()
         self._membership.close()
 
@@ -88,4 +93,5 @@ class RunningBroker:
         self._view.close()
         self._peers.close()
         self._links.close()
+        self._rollers.shutdown(wait=False, cancel_futures=True)
         self._crew.shutdown(wait=False, cancel_futures=True)

@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Final
 
@@ -30,6 +31,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryUnavailable,
 )
+from pxrs.metrics.instruments import BROKER_CONFIRM, BROKER_CONFIRMED, BROKER_DEGRADED, BROKER_ENTRIES, BROKER_REPLACED
 from pxrs.model import Topic
 
 _logger = logging.getLogger(__name__)
@@ -67,8 +69,11 @@ class LedgerShell:
         self._entries: dict[int, tuple[Entry, EntryHead]] = {}
         """Those that not every node has."""
         self._confirmed = -1
+        self._sent_at: deque[float] = deque()
+        """When each entry that is not confirmed was sent (monotonic)."""
         self._failed: set[int] = set()
         """The tenures of nodes that have failed."""
+        BROKER_DEGRADED.watch(self, lambda shell: [((), shell.is_degraded and not shell.is_stopped)])
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
         self._tell_empty()
@@ -109,16 +114,23 @@ class LedgerShell:
     def is_stopped(self) -> bool:
         return self._core.stopped is not None
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every node has every entry that it is to have."""
+        return not self._entries
+
     def append(self, entry: Entry) -> None:
         head = head_of(entry)
         self._entries[self._core.next] = entry, head
+        self._sent_at.append(time.monotonic())
+        BROKER_ENTRIES.of().add()
         self.size += entry.size
         self._do(self._core.append(head))
 
     def offer_spares(self) -> None:
         """Nodes may have come: fill empty positions."""
         if self._core.is_degraded and not self.is_stopped:
-            self._do(self._core.offer(self._broker.spares(self._topic, self.record.named)))
+            self._do(self._core.offer(self._spares(self.record.named)))
 
     def stop(self) -> None:
         self._do(self._core.stop("stopped"))
@@ -150,6 +162,7 @@ class LedgerShell:
                     self._broker.crew.submit(self._commit, action)
                 case Confirmed(upto):
                     count, self._confirmed = upto - self._confirmed, upto
+                    self._count_confirmed(count)
                     self._on_confirmed(self, count)
                 case Forget(upto):
                     for number in range(min(self._entries, default=0), upto + 1):
@@ -159,6 +172,12 @@ class LedgerShell:
                     if why != CLOSED:
                         self._on_stopped(self, why)
                     self._changed.notify_all()
+
+    def _count_confirmed(self, count: int) -> None:
+        now = time.monotonic()
+        BROKER_CONFIRMED.of().add(count)
+        for _ in range(count):
+            BROKER_CONFIRM.of().observe(now - self._sent_at.popleft())
 
     def _send(self, node: str, tenure: int, number: int, lac: int) -> list[Action]:
         entry, head = self._entries[number]
@@ -174,12 +193,24 @@ class LedgerShell:
         if tenure in self._failed or self.is_stopped:
             return []
         self._failed.add(tenure)
-        _logger.warning("ledger %s: a storage node is replaced: %s", self.record.id, error)
-        spares = self._broker.spares(self._topic, {*self.record.named, node})
+        BROKER_REPLACED.of().add()
+        self._broker.news.record(
+            "node.replaced", topic=self._topic.topic.name, ledger=self.record.id, node=node, error=str(error)
+        )
+        spares = self._spares({*self.record.named, node})
         return [
             *self._core.offer(spares),
             *self._core.failed(node, tenure, is_lasting=isinstance(error, LedgerRemoved)),
         ]
+
+    def _spares(self, without: set[str]) -> list[str]:
+        """The nodes that may be used, the best first. The function that chooses may be a user's: if it fails, the
+        ledger goes on without a spare."""
+        try:
+            return self._broker.spares(self._topic, without)
+        except Exception:
+            _logger.exception("ledger %s: no storage node could be chosen", self.record.id)
+            return []
 
     # On other threads.
 
