@@ -57,8 +57,8 @@ types: $(READY) ## Strict mypy
 unit: $(READY) ## The tests that need no server
 	$(PYTEST) tests/unit tests/simulation
 
-sim: $(READY) ## Groups by seed: SEEDS=1000 of them, or SEED=n with its schedule
-	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED))
+sim: $(READY) ## Groups and clusters by seed: SEEDS=1000 of each, or SEED=n with its schedule; OF=clusters for one kind
+	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED)) $(if $(OF),--of $(OF))
 
 soak: $(READY) ## The fault tests with larger numbers
 	PXRS_SOAK=1 $(PYTEST) tests
@@ -71,6 +71,7 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark
 	$(BIN)/python -m benchmarks.serve
+	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/python -m benchmarks.metrics
 	$(BIN)/python -m benchmarks.events
 	$(BIN)/python -m benchmarks.web

@@ -9,6 +9,7 @@ bytes. `python -m benchmarks.cluster messages` runs one part.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -33,30 +34,33 @@ from pxrs.testing.servers import EtcdServer, HubServer, Server
 NODES = 3
 BATCHES = 50
 MESSAGES = 200_000
-PEER_MESSAGES = 50_000
+PEER_MESSAGES = 20_000
 READY_S = 30.0
+COST_ROUNDS = 5
+WHO = ("client", "broker", "node")
 
 
 class Member(HubServer):
     """`pxrs storage` or `pxrs broker`."""
 
-    def __init__(self, command: str, registry: str) -> None:
-        super().__init__()
+    def __init__(self, command: str, registry: str, *flags: str) -> None:
+        super().__init__(flags=flags)
         self._kind, self._cluster = command, registry
 
     def _command(self, folder: Path) -> list[str]:
         command = [sys.executable, "-m", "pxrs.cli", self._kind, "--registry", self._cluster]
-        command += ["--listen", f"{self.host}:{self.port}"]
+        command += ["--listen", f"{self.host}:{self.port}", *self._flags]
         return [*command, "--dir", str(folder / "node")] if self._kind == "storage" else command
 
 
 class Processes:
     """A cluster."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, *flags: str) -> None:
+        """flags: of the broker."""
         self.etcd = stack.enter_context(EtcdServer())
         self.nodes = [stack.enter_context(Member("storage", self.etcd.url)) for _ in range(NODES)]
-        self.broker = stack.enter_context(Member("broker", self.etcd.url))
+        self.broker = stack.enter_context(Member("broker", self.etcd.url, *flags))
         self.hub = stack.enter_context(pxrs.open(self.broker.url))
 
     def create_topic(self, name: str) -> None:
@@ -238,34 +242,40 @@ def _consume_batches(hub: pxrs.Hub, total: int) -> Callable[[], None]:
 
 
 def costs() -> Table:
-    """The CPU time that the processes of a cluster take. It does not depend on the number of cores, as ratios do."""
-    table = Table("what", title="CPU time in the client, the broker and a storage node", header_style="bold")
-    for unit in ("us per 1,000 messages", "ms per MB"):
-        for who in ("client", "broker", "node"):
-            table.add_column(f"{who}: {unit}", justify="right")
-    given = pairs(MESSAGES)
-    with ExitStack() as stack:
-        cluster = Processes(stack)
-        cluster.create_topic("t")
-        cluster.create_topic("b")
-        hub = cluster.hub
-        one, many = (stack.enter_context(hub.producer(name)) for name in "tb")
-        size = records().nbytes / ROWS / 1e6
-        for what, work, count in (
-            ("send() + flush", _send(one, given), MESSAGES),
-            ("send_batch() + flush", _send_batches(many), BATCHES * ROWS),
-            ("read Arrow batches", lambda: _drain(hub.topic("t")), 6 * MESSAGES),
-        ):
-            work()
-            before = _cpu_s(cluster)
-            for _ in range(5):
-                work()
-            after = _cpu_s(cluster)
-            used = [(after[who] - before[who]) / 5 / count for who in ("client", "broker", "node")]
-            table.add_row(
-                what, *(f"{1e9 * each:,.0f}" for each in used), *(f"{1e3 * each / size:.2f}" for each in used)
-            )
+    """The CPU time of each process. Unlike a ratio, it does not depend on how many cores they share."""
+    title = "CPU time in ms: client, broker, one of three storage nodes, all"
+    table = Table("what", title=title, header_style="bold")
+    for unit in ("per 1,000 messages", "per MB"):
+        for who in (*WHO, "all"):
+            table.add_column(f"{who} {unit}", justify="right")
+    given, size = pairs(MESSAGES), records().nbytes / ROWS / 1e6
+    for place, flags in (("the broker's memory", ()), ("storage nodes", ("--cache-mb", "1"))):
+        with ExitStack() as stack:
+            cluster = Processes(stack, *flags)
+            cluster.create_topic("t")
+            out = stack.enter_context(cluster.hub.producer("t"))
+            if not flags:
+                table.add_row("send() + flush", *_costs(cluster, _send(out, given), MESSAGES, size))
+                cluster.create_topic("b")
+                many = stack.enter_context(cluster.hub.producer("b"))
+                table.add_row("send_batch() + flush", *_costs(cluster, _send_batches(many), BATCHES * ROWS, size))
+            topic = cluster.hub.topic("t")
+            _send_batches(out)()
+            read = functools.partial(_drain, topic)
+            table.add_row(f"read Arrow batches from {place}", *_costs(cluster, read, sum(topic.log.ends()), size))
     return table
+
+
+def _costs(cluster: Processes, work: Callable[[], None], count: int, size: float) -> list[str]:
+    """count: how many messages are moved by one call; size: megabytes of one message."""
+    work()
+    before = _cpu_s(cluster)
+    for _ in range(COST_ROUNDS):
+        work()
+    after = _cpu_s(cluster)
+    used = [1e3 * (after[who] - before[who]) / COST_ROUNDS / count for who in WHO]
+    used.append(used[0] + used[1] + NODES * used[2])
+    return [*(f"{1e3 * each:.2f}" for each in used), *(f"{each / size:.2f}" for each in used)]
 
 
 def _drain(topic: pxrs.TopicHandle) -> None:

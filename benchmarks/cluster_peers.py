@@ -28,12 +28,12 @@ class _Member(NatsServer):
 
     def _command(self, folder: Path) -> list[str]:
         others = ", ".join(f"nats://{HOST}:{port}" for port in self._routes)
-        sync = "sync_interval: always" if self._is_synced else ""
+        stored = f'store_dir: "{folder / "data"}"' + (", sync_interval: always" if self._is_synced else "")
         (folder / "conf").write_text(
             f"""
             server_name: n{self._number}
             listen: {HOST}:{self.port}
-            jetstream {{ store_dir: "{folder / "data"}" {sync} }}
+            jetstream {{ {stored} }}
             cluster {{ name: bench, listen: {HOST}:{self._routes[self._number]}, routes: [{others}] }}
             """
         )

@@ -36,6 +36,7 @@ USES_SPARK = {
     "tests/acceptance/test_examples.py",
     "tests/acceptance/test_recipes.py",
     "tests/integration/test_pipeline_rows.py",
+    "tests/integration/test_spark_cluster.py",
     "tests/integration/test_spark_scenarios.py",
     "tests/integration/test_spark_source.py",
     "tests/integration/test_spark_writes.py",

@@ -12,6 +12,7 @@ pytest.importorskip("grpc")
 import pxrs
 from pxrs.log.contract import Log
 from pxrs.model import is_internal
+from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.testing.clusters import SmallCluster, small_cluster
 from pxrs.testing.log_contract import LogContract
 from pxrs.testing.source_contract import Feed, SourceContract
@@ -22,7 +23,9 @@ from .test_remote import FEW_THREADS, RemoteFeed
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
     """Two brokers and three storage nodes, for all tests of the module."""
-    with small_cluster(Path(tmp_path_factory.mktemp("cluster")), server=FEW_THREADS) as cluster:
+    store = MemoryStore()
+    folder = Path(tmp_path_factory.mktemp("cluster"))
+    with small_cluster(folder, lambda: MemoryRegistry(store), server=FEW_THREADS) as cluster:
         yield cluster
 
 

@@ -20,9 +20,12 @@ from pxrs.metrics.health import Beat, Verdict
 
 if TYPE_CHECKING:
     from pxrs.cluster.broker.running import RunningBroker
-    from pxrs.server.serving import ServerSettings
+    from pxrs.server.serving import Server, ServerSettings
 
 LISTEN_DEFAULT: Final = "127.0.0.1:7077"
+NO_LEASE: Final = "the broker has no lease in the registry"
+STAND_BACK_S: Final = 0.2
+"""How often the broker looks whether it has a lease."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -147,24 +150,36 @@ async def _run(
         loop.add_signal_handler(number, stop.set)
     server = Server(running.hub, settings)
     beat = Beat("the event loop")
-    beating = loop.create_task(keep_beating(beat))
+    tasks = [loop.create_task(keep_beating(beat))]
     state = _State(running)
     try:
         with monitored(metrics_listen, live=beat.verdict, ready=state.verdict, tell=echo):
             await server.start()
             await asyncio.to_thread(running.join, advertise or server.address)
             running.hub.start_upkeep()
+            tasks.append(loop.create_task(_stand_back(server, running)))
             state.reason = None
             echo(f"broker of {running.hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
             await stop.wait()
             state.reason = "the broker is stopping"
+            tasks.pop().cancel()  # the lease ends below, and calls that are under way are still answered
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)  # a second signal ends the process at once
             echo("stopping: other brokers take the partitions; waiting for calls that are under way")
             await asyncio.to_thread(running.leave)
             await server.stop()
     finally:
-        beating.cancel()
+        for task in tasks:
+            task.cancel()
+
+
+async def _stand_back(server: Server, running: RunningBroker) -> None:
+    """Send clients to other brokers while this one has no lease: it owns no partition, and what it has seen of the
+    cluster is old, so that it would send them to owners that are gone."""
+    while True:
+        has_lease = running.broker.membership.lease is not None
+        server.service.stand_back(None if has_lease else NO_LEASE)
+        await asyncio.sleep(STAND_BACK_S)
 
 
 class _State:
@@ -180,7 +195,8 @@ class _State:
             return Verdict(False, self.reason)
         partitions = self._running.ownership.partitions().values()
         unopened = sum(partition.why_not is not None for partition in partitions)
-        fields = {"partitions": len(partitions), "not serving": unopened}
+        degraded = sum(partition.is_degraded for partition in partitions)
+        fields = {"partitions": len(partitions), "not serving": unopened, "degraded": degraded}
         if self._running.broker.membership.lease is None:
-            return Verdict(False, "the broker has no lease in the registry; it joins again when it can", fields)
+            return Verdict(False, f"{NO_LEASE}; it joins again when it can", fields)
         return Verdict(True, "", fields)

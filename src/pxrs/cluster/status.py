@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from pxrs.cluster import records
 from pxrs.cluster.copies import is_used
-from pxrs.cluster.ledgers import LedgerName, LedgerRecord
+from pxrs.cluster.ledgers import CLOSED, LedgerName, LedgerRecord
 from pxrs.cluster.naming import known_cluster_id
 from pxrs.cluster.records import (
     RETIRED,
@@ -266,6 +266,7 @@ def assemble(found: Found) -> ClusterStatus:
     ledgers = [_ledger(record, names, found) for record in found.ledgers]
     short = Counter(ledger.topic_id for ledger in ledgers if ledger.shortages)
     left = Counter(ledger.topic_id for ledger in ledgers)
+    unclosed = {ledger.id for ledger in ledgers if ledger.state != CLOSED}
     return ClusterStatus(
         found.id,
         _brokers(found),
@@ -291,8 +292,9 @@ def assemble(found: Found) -> ClusterStatus:
             for topic_id, gone in sorted(found.deleted.items())
         ),
         tuple(
-            AbandonedLedger(LedgerName.of_id(ledger).id, each.nodes, each.who, each.at)
-            for ledger, each in sorted(found.abandoned.items())
+            AbandonedLedger(name.id, each.nodes, each.who, each.at)
+            for name, each in sorted((LedgerName.of_id(ledger), each) for ledger, each in found.abandoned.items())
+            if name.id in unclosed
         ),
     )
 

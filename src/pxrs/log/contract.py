@@ -414,6 +414,11 @@ class Log(ABC):
     def topic(self, name: str) -> TopicLog:
         """Raises UnknownTopic, and DamagedFrame if the topic's stored description is damaged."""
 
+    def topic_now(self, name: str) -> TopicLog:
+        """As `topic`, but never by what this process saw some time ago, when a topic of this name may have been another
+        one."""
+        return self.topic(name)
+
     @abstractmethod
     def alter_topic(self, name: str, changes: Mapping[str, object]) -> TopicLog:
         """Change settings of a topic, durably: the fields of `Topic` in ALTERABLE. Appends and retention use the new

@@ -54,6 +54,8 @@ class Served:
         name, wanted = given.text("topic"), given.text_or_none("topic_id")
         try:
             found = self.hub.topic(name).log
+            if wanted is not None and found.id != wanted:
+                found = self.hub.log.topic_now(name)
         except UnknownTopic as error:
             if wanted is None:
                 raise self.gate.shown(self.caller, error) from None

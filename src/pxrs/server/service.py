@@ -108,6 +108,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._open_by_token: Counter[str] = Counter()
         """How many of them there are for each id of a token."""
         self._is_draining = False
+        self._away: str | None = None
+        """Why clients must use another server for now; None: this one serves."""
         self._counts = CallCounts()
         methods: dict[str, Method] = {
             "DoPut": self._do_put,
@@ -143,6 +145,16 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._is_draining = True
         for stream in list(self.streams):
             stream.leave()
+
+    def stand_back(self, why: str | None) -> None:
+        """why: refuse further calls and end the open streams for this reason, so that clients connect to another
+        server of the address; None: serve again. May be called again."""
+        if why == self._away:
+            return
+        self._away = why
+        if why is not None:
+            for stream in list(self.streams):
+                stream.end(Closed(f"{why}: connect to another server"))
 
     # The methods.
 
@@ -215,6 +227,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 with self._counts.call(name):
                     if self._is_draining:
                         raise Closed("the server is stopping: connect again")
+                    if self._away is not None:
+                        raise Closed(f"{self._away}: connect to another server")
                     if self.open > self._limits.streams_max:
                         raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
                     served = await self._by(context)

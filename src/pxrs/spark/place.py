@@ -4,6 +4,7 @@
 |---|---|---|---|
 | a directory | the directory, so the driver's machine (K5) | map its files | stage files in it |
 | `pxrs://host:port` | to reach the server | fetch ranges from it | stage files through it |
+| `pxrs://host:port,...`, a cluster | to reach all brokers | fetch ranges from owners | stage files through any broker |
 
 Tasks get neither the address of the registry nor the driver's token. What they show to a server is the `token` of their
 `HubPlace`, which the server has made for this query. It is in no plan, no log and no `repr`, only in what Spark sends
@@ -169,6 +170,23 @@ class HubPlace:
             yield connection
 
     @contextmanager
+    def connected_for(self, connection: Connection, topic: str, topic_id: str, partition: int) -> Iterator[Connection]:
+        """The connection by which a range of this partition is read, for the block: in a cluster, one to the
+        partition's owner, so that no other broker has to pass the rows on. The other brokers of the address come
+        behind it: if the owner is away, one of them passes on what the next owner has.
+
+        connection: that of `connected`."""
+        address = _owner(connection, topic, topic_id, partition)
+        if address is None:
+            yield connection
+            return
+        found = parse(self.url)
+        others = [host for host in found.rest.strip("/").split(",") if host != address]
+        nearest = replace(found, rest=f"//{','.join([address, *others])}")
+        with replace(self, url=_text(nearest, dict(found.options))).connected() as owner:
+            yield owner
+
+    @contextmanager
     def log(self) -> Iterator[Log]:
         """The log, for the block."""
         if self.machine is not None:
@@ -194,6 +212,19 @@ def check_machine(machine: str, why: str) -> None:
             f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: {why}; or run the "
             "executors on the driver's machine"
         )
+
+
+def _owner(connection: Connection, topic: str, topic_id: str, partition: int) -> str | None:
+    """The address of the broker that owns a partition; None if the server is none of a cluster, or nobody owns the
+    partition now."""
+    from pxrs.remote.client.transfers import ask
+
+    if connection.last_hello is None:
+        ask(connection, "server.ping", {})  # connects
+    if connection.last_hello is None or not connection.last_hello.is_cluster:
+        return None
+    owners = ask(connection, "topic.owners", {"topic": topic, "topic_id": topic_id})["owners"]
+    return next((str(address) for number, address in owners if number == partition), None)
 
 
 _kept: OrderedDict[tuple[int, str, str | None], ExitStack] = OrderedDict()

@@ -244,9 +244,10 @@ def _streamed(connection: Connection, part: Slice, each: Range) -> Iterator[Batc
     number, offset, end = each
     while offset < end:
         try:
-            for batch in read_range(connection, part.topic, part.topic_id, number, offset, end):
-                yield batch
-                offset = batch.next_offset
+            with part.place.connected_for(connection, part.topic, part.topic_id, number) as nearest:
+                for batch in read_range(nearest, part.topic, part.topic_id, number, offset, end):
+                    yield batch
+                    offset = batch.next_offset
         except OffsetTrimmed as error:
             offset = checked_start(part.topic, number, offset, min(error.first_offset, end), part.fails_on_loss)
         except TopicDeleted as error:

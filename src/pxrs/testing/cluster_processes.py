@@ -58,7 +58,7 @@ class ClusterProcesses(ExitStack):
         """registry: the address of etcd or ZooKeeper servers, `SCHEME://HOST:PORT,HOST:PORT`, each of which gets a
         proxy for each broker; every other address is used as it is."""
         super().__init__()
-        self._registry = registry
+        self.registry = registry
         self._broker_flags = ["--lease-s", f"{lease_s}", "--node-timeout-s", f"{node_timeout_s}", *broker_flags]
         self._node_flags = node_flags
         self.nodes: list[Node] = []
@@ -99,7 +99,7 @@ class ClusterProcesses(ExitStack):
 
     def add_node(self) -> Node:
         """Start another storage node; returns before it is ready."""
-        process = StorageServer(self._registry, flags=self._node_flags, forked=True)
+        process = StorageServer(self.registry, flags=self._node_flags, forked=True)
         proxy = self.enter_context(Proxy(process.host, process.port))
         process.advertised = f"{proxy.host}:{proxy.port}"
         self.enter_context(_Closing(process))
@@ -109,7 +109,7 @@ class ClusterProcesses(ExitStack):
 
     def _add_broker(self, name: str) -> None:
         proxies: tuple[Proxy, ...] = ()
-        registry = self._registry
+        registry = self.registry
         scheme, _, rest = registry.partition("://")
         if scheme in ("etcd", "zookeeper"):
             targets = [target.rpartition(":") for target in rest.split(",")]

@@ -8,41 +8,92 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from pxrs import registry as registries
 from pxrs.cluster.broker.context import BrokerSettings
 from pxrs.cluster.broker.running import RunningBroker
 from pxrs.cluster.storage.running import StorageServer, StorageSettings, storing
 from pxrs.registry.contract import Registry
+from pxrs.remote.client.settings import PATIENCE_S, TIMEOUT_S, Settings
 from pxrs.server.serving import ServerSettings, serving
 
 
-@dataclass
 class SmallCluster:
-    """What is running."""
+    """What is running. Belongs to one thread."""
 
-    nodes: list[StorageServer] = field(default_factory=list)
-    brokers: list[RunningBroker] = field(default_factory=list)
-    addresses: list[str] = field(default_factory=list)
-    """Of the brokers, host and port."""
-    start_node: Callable[[int], StorageServer] = lambda number: _not_running()
-    """Start the node of this number, again or for the first time."""
-    stop_node: Callable[[int], None] = lambda number: _not_running()
-    start_broker: Callable[[], RunningBroker] = lambda: _not_running()
-    """Start a further broker."""
-    stop_broker: Callable[[int], None] = lambda number: _not_running()
-    """As SIGTERM does it."""
+    def __init__(
+        self,
+        folder: Path,
+        registry: Callable[[], Registry],
+        server: ServerSettings | None,
+        settings: BrokerSettings | None,
+        lease_ttl: float,
+        token: str | None,
+    ) -> None:
+        self._folder = folder
+        self._registry, self._server, self._settings, self._lease_ttl = registry, server, settings, lease_ttl
+        self._peers = Settings("pxrs://", (), TIMEOUT_S, PATIENCE_S, given_token=token)
+        self.nodes: list[StorageServer] = []
+        self.brokers: list[RunningBroker] = []
+        self.addresses: list[str] = []
+        """Of the brokers, host and port."""
+        self._running: dict[tuple[str, int], ExitStack] = {}
+        """By kind and number: what ends each node and broker that runs."""
 
     @property
     def url(self) -> str:
+        """With all brokers that were ever started, so that a client may find that some are away."""
         return f"pxrs://{','.join(self.addresses)}"
 
+    def start_node(self, number: int) -> StorageServer:
+        """Start the node of this number, again or for the first time."""
+        with ExitStack() as stack:
+            handle = self._registry()
+            stack.callback(handle.close)
+            node = stack.enter_context(storing(handle, StorageSettings(self._folder / f"node-{number}")))
+            self._running["node", number] = stack.pop_all()
+        self.nodes[number : number + 1] = [node]
+        return node
 
-def _not_running() -> NoReturn:
-    raise RuntimeError("there is no cluster: use small_cluster")
+    def stop_node(self, number: int) -> None:
+        self._stop("node", number)
+
+    def start_broker(self) -> RunningBroker:
+        """Start a further broker, at a port of its own."""
+        number = len(self.brokers)
+        with ExitStack() as stack:
+            broker = RunningBroker(
+                self._registry(),
+                name=f"broker-{number}",
+                settings=self._settings,
+                peers=self._peers,
+                lease_ttl=self._lease_ttl,
+            )
+            stack.callback(broker.close)
+            url = stack.enter_context(serving(broker.hub, self._server))
+            stack.callback(broker.leave)
+            self.brokers.append(broker)
+            self.addresses.append(url.removeprefix("pxrs://"))
+            broker.join(self.addresses[-1])
+            self._running["broker", number] = stack.pop_all()
+        return broker
+
+    def stop_broker(self, number: int) -> None:
+        """As `pxrs broker` ends after SIGTERM: it gives its partitions to the others, and drains. Idempotent."""
+        self._stop("broker", number)
+
+    def _stop(self, kind: str, number: int) -> None:
+        stack = self._running.pop((kind, number), None)
+        if stack is not None:
+            stack.close()
+
+    def close(self) -> None:
+        """Stop everything: brokers first, because they need nodes."""
+        with ExitStack() as every:
+            for _, stack in sorted(self._running.items(), key=lambda item: item[0][0] == "broker"):
+                every.push(stack)
+            self._running.clear()
 
 
 @contextmanager
@@ -55,45 +106,19 @@ def small_cluster(
     server: ServerSettings | None = None,
     settings: BrokerSettings | None = None,
     lease_ttl: float = 10.0,
+    token: str | None = None,
 ) -> Iterator[SmallCluster]:
     """Run a cluster for the block.
 
-    registry: opens another handle; by default of a registry in files in the folder"""
+    registry: opens another handle; by default of a registry in files in the folder
+    token: what the brokers show to each other"""
     open_registry = registry or (lambda: registries.open(f"file:{folder / 'registry'}"))
-    found = SmallCluster()
-    stacks: dict[str, ExitStack] = {}
-
-    def start_node(number: int) -> StorageServer:
-        with ExitStack() as stack:
-            handle = open_registry()
-            stack.callback(handle.close)
-            node = stack.enter_context(storing(handle, StorageSettings(folder / f"node-{number}")))
-            stacks[f"node {number}"] = stack.pop_all()
-        found.nodes[number : number + 1] = [node]
-        return node
-
-    def start_broker() -> RunningBroker:
-        number = len(found.brokers)
-        with ExitStack() as stack:
-            broker = RunningBroker(open_registry(), name=f"broker-{number}", settings=settings, lease_ttl=lease_ttl)
-            stack.callback(broker.close)
-            url = stack.enter_context(serving(broker.hub, server))
-            stack.callback(broker.leave)
-            found.brokers.append(broker)
-            found.addresses.append(url.removeprefix("pxrs://"))
-            broker.join(found.addresses[-1])
-            stacks[f"broker {number}"] = stack.pop_all()
-        return broker
-
-    found.start_node, found.stop_node = start_node, lambda number: stacks.pop(f"node {number}").close()
-    found.start_broker, found.stop_broker = start_broker, lambda number: stacks.pop(f"broker {number}").close()
+    found = SmallCluster(folder, open_registry, server, settings, lease_ttl, token)
     try:
         for number in range(nodes):
-            start_node(number)
+            found.start_node(number)
         for _ in range(brokers):
-            start_broker()
+            found.start_broker()
         yield found
     finally:
-        with ExitStack() as every:
-            for stack in stacks.values():
-                every.push(stack)
+        found.close()

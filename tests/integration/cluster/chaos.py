@@ -180,6 +180,25 @@ class ClusterChaos(ExitStack):
 
         return heal
 
+    def _quorum_lost(self) -> Heal:
+        """Two nodes hang for less than their timeout, so that a third one alone has the newest entries of some ledgers.
+        Then that one and a broker are killed, and the two go on: nothing of that may have been acknowledged."""
+        first, second, third = (node.process for node in self.random.sample(self.cluster.nodes, 3))
+        broker = self.random.choice(self.cluster.brokers).process
+        first.pause()
+        second.pause()
+        time.sleep(0.3)  # producers send meanwhile
+        broker.kill()
+        third.kill()
+        first.resume()
+        second.resume()
+
+        def heal() -> None:
+            third.start()
+            broker.start()
+
+        return heal
+
     def _registry_paused(self) -> Heal:
         """The leader of etcd's members. In this version of etcd a member that is killed under load and started again
         may come to differ from the others (`EtcdServer`), so it is stopped and resumed instead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,14 @@ import pytest
 pytest.importorskip("grpc")
 
 from pxrs import registry as registries
+from pxrs.cluster.status import read_status
+from pxrs.registry.contract import Registry
 from pxrs.testing.cluster_processes import ClusterProcesses
-from pxrs.testing.servers import EtcdCluster
+from pxrs.testing.servers import EtcdCluster, PostgresServer, ZooKeeperServer
 from tests.integration.cluster.chaos import IS_SOAK, ClusterChaos, missing_copies
+from tests.integration.cluster.conftest import LEASE_S, NODE_TIMEOUT_S
 
-LEASE_S = 2.0
-KINDS = (
+KINDS = (  # each is a method of ClusterChaos
     "broker_restarted",
     "broker_killed",
     "broker_paused",
@@ -29,58 +31,72 @@ KINDS = (
     "node_killed",
     "node_paused",
     "node_silent",
+    "quorum_lost",
     "registry_paused",
 )
 FAULTS = 100 if IS_SOAK else 10
 
 
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdCluster]:
-    with EtcdCluster(3) as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def cluster(etcd: EtcdCluster) -> Iterator[ClusterProcesses]:
-    with ClusterProcesses(etcd.url, lease_s=LEASE_S, node_timeout_s=1.0) as running:
-        yield running
-
-
-def faults(chance: random.Random, count: int) -> list[list[str]]:
-    """Each kind about as often as the others, in a random order, some of them two at a time; at the end a member of
-    etcd that is gone for good. Of two at a time at most one concerns brokers: there is always one that serves."""
-    kinds = [kind for _ in range(count // len(KINDS) + 1) for kind in chance.sample(KINDS, len(KINDS))][: count - 1]
+def faults(chance: random.Random, count: int, kinds: Sequence[str]) -> list[list[str]]:
+    """Each kind about as often as the others, in a random order, some of them two at a time. Of two at a time at most
+    one concerns brokers, so that there is always one that serves, and `quorum_lost` is alone."""
+    rounds = (chance.sample(kinds, len(kinds)) for _ in range(count // len(kinds) + 1))
     chosen: list[list[str]] = []
-    for kind in kinds:
+    for kind in [kind for each in rounds for kind in each][:count]:
         last = chosen[-1] if chosen else []
-        is_apart = not (kind.startswith("broker") and last and last[0].startswith("broker"))
+        is_apart = "quorum_lost" not in (kind, *last) and not all(each.startswith("broker") for each in (kind, *last))
         if len(last) == 1 and kind not in last and is_apart and chance.random() < 0.6:
             last.append(kind)
         else:
             chosen.append([kind])
-    return [*chosen, ["registry_killed"]]
+    return chosen
+
+
+def run(chaos: ClusterChaos, schedule: list[list[str]]) -> None:
+    """Have all faults under load, and judge what the clients have seen."""
+    began = time.monotonic()
+    chaos.start_clients()
+    started = time.monotonic()
+    for kinds in schedule:
+        chaos.go_on("before")
+        chaos.disturb(kinds)
+    chaos.go_on("at the end")
+    went_on = time.monotonic()
+    chaos.finish()
+    count = chaos.check_topic()
+    found = chaos.check_group(count)
+    reads = chaos.check_reads()
+    registry, cluster = chaos.registry, chaos.cluster
+    chaos.eventually(
+        lambda: read_status(registry).is_whole, lambda: f"copies are missing: {read_status(registry).shortages[:5]}"
+    )
+    lacking = missing_copies(registry)
+    assert not lacking, chaos.tell(f"the status is whole, and nodes lack entries: {lacking[:5]}")
+    assert not cluster.tracebacks(), chaos.tell(f"a process has failed: {cluster.tracebacks()}")
+    print(  # noqa: T201
+        f"cluster SEED={chaos.seed}: {dict(chaos.faults)}; {found}; {reads.reads} reads, {reads.failed} failed; "
+        f"slowest {sorted(chaos.gaps)[-5:]}; {started - began:.1f} s, {went_on - started:.1f} s, "
+        f"{time.monotonic() - went_on:.1f} s"
+    )
 
 
 def test_c1_c4_faults_of_every_process_lose_double_and_reorder_nothing(
-    etcd: EtcdCluster, cluster: ClusterProcesses, tmp_path: Path
+    etcd: EtcdCluster, cluster: ClusterProcesses, registry: Registry, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
-    with registries.open(etcd.url) as registry, ClusterChaos(tmp_path, cluster, registry, etcd, LEASE_S) as chaos:
-        chaos.start_clients()
-        started = time.monotonic()
-        for kinds in faults(chaos.random, FAULTS):
-            chaos.go_on("before")
-            chaos.disturb(kinds)
-        chaos.go_on("at the end")
-        went_on = time.monotonic()
-        chaos.finish()
-        count = chaos.check_topic()
-        found = chaos.check_group(count)
-        reads = chaos.check_reads()
-        chaos.eventually(lambda: not missing_copies(registry), lambda: f"copies: {missing_copies(registry)[:5]}")
-        assert not cluster.tracebacks(), chaos.tell(f"a process has failed: {cluster.tracebacks()}")
-        print(  # noqa: T201
-            f"cluster SEED={chaos.seed}: {dict(chaos.faults)}; {found}; {reads.reads} reads, {reads.failed} failed; "
-            f"slowest {sorted(chaos.gaps)[-5:]}; {started - began:.1f} s, {went_on - started:.1f} s, "
-            f"{time.monotonic() - went_on:.1f} s"
-        )
+    """At the end one member of etcd is killed for good."""
+    with ClusterChaos(tmp_path, cluster, registry, etcd, LEASE_S) as chaos:
+        run(chaos, [*faults(chaos.random, FAULTS - 1, KINDS), ["registry_killed"]])
+
+
+@pytest.mark.skipif(not IS_SOAK, reason="the registry of the test above is etcd; `make soak` runs the others")
+@pytest.mark.parametrize("server", [PostgresServer, ZooKeeperServer])
+def test_c1_c4_with_another_registry(server: type[PostgresServer | ZooKeeperServer], tmp_path: Path) -> None:
+    with (
+        server() as running,
+        ClusterProcesses(running.url, lease_s=LEASE_S, node_timeout_s=NODE_TIMEOUT_S) as cluster,
+        registries.open(running.url) as registry,
+        ClusterChaos(tmp_path, cluster, registry, None, LEASE_S) as chaos,
+    ):
+        has_proxies = bool(cluster.brokers[0].registry)
+        left_out = {"registry_paused"} if has_proxies else {"registry_paused", "broker_without_registry"}
+        run(chaos, faults(chaos.random, 20, [kind for kind in KINDS if kind not in left_out]))

@@ -12,7 +12,7 @@ pytest.importorskip("grpc")
 import pxrs
 from pxrs.cluster import deciding
 from pxrs.cluster.broker.context import BrokerSettings
-from pxrs.cluster.status import AWAY, NO_NODE, ClusterStatus, read_status
+from pxrs.cluster.status import AWAY, NO_NODE, ClusterStatus, LedgerStatus, read_status
 from pxrs.errors import InvalidArgument
 from pxrs.testing.clusters import SmallCluster, small_cluster
 from pxrs.testing.waiting import eventually
@@ -55,9 +55,12 @@ def number_of(cluster: SmallCluster, node: str) -> int:
 
 def of_orders(found: ClusterStatus) -> set[str | None]:
     """The nodes that have anything of the topic."""
+    return {node for ledger in ledgers_of_orders(found) for _, nodes in ledger.fragments for node in nodes}
+
+
+def ledgers_of_orders(found: ClusterStatus) -> list[LedgerStatus]:
     (topic,) = [each for each in found.topics if each.name == "orders"]
-    ledgers = [ledger for ledger in found.ledgers if ledger.topic_id == topic.id]
-    return {node for ledger in ledgers for _, nodes in ledger.fragments for node in nodes}
+    return [ledger for ledger in found.ledgers if ledger.topic_id == topic.id]
 
 
 def test_p6_the_copies_of_a_lost_node_are_made_anew_and_told(tmp_path: Path) -> None:
@@ -69,6 +72,10 @@ def test_p6_the_copies_of_a_lost_node_are_made_anew_and_told(tmp_path: Path) -> 
         assert any(shortage.why == AWAY for shortage in status(cluster).shortages)
         # Nobody appends: the broker itself ends the ledger that has lost copies.
         wait_for(cluster, lambda found: first not in of_orders(found) and not found.under_replicated)
+        broker, (closed, _) = cluster.brokers[0].broker, ledgers_of_orders(status(cluster))
+        for _, nodes in closed.fragments:
+            for node in filter(None, nodes):
+                assert [entry for entry, _ in broker.links(node).index(closed.id).entries] == list(range(41))
         cluster.stop_node(number_of(cluster, second))
         expected = [b"%d" % number for number in range(40)]
         assert received(hub) == expected, "the copies are not where the records say"

@@ -95,6 +95,7 @@ def test_the_status_is_read_from_the_registry_alone_and_is_json() -> None:
                 records.owner_key("t1", 0): FOUND.owners["t1/0"].dump(),
                 records.owner_key("t1", 1): FOUND.owners["t1/1"].dump(),
                 records.abandoned_key(OPEN.name): Abandonment(("b",), "me", 3.0).dump(),
+                records.abandoned_key(CLOSED_ONE.name): Abandonment(("b",), "me", 3.0).dump(),  # nothing waits for it
                 OPEN.key: OPEN.dump(),
                 CLOSED_ONE.key: CLOSED_ONE.dump(),
                 **{records.node_key(name): node.dump() for name, node in FOUND.nodes.items()},

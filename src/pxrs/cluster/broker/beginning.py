@@ -55,6 +55,14 @@ def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim
     return Begun(record, versions[record.key], Claim(after, versions[key]))
 
 
+def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
+    """The nodes of a new ledger; None where there is none. Raises NotEnoughNodes if no entry could be acknowledged."""
+    nodes = broker.ensemble(topic)
+    if not has_enough(topic.quorum, nodes):
+        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
+    return nodes
+
+
 def remove_ledgers(broker: Broker, claim: Callable[[], Claim], gone: Sequence[LedgerRecord]) -> Iterator[set[int]]:
     """Remove the records of these ledgers of one partition, in as many commits as it takes: the numbers of those that
     each has removed. The nodes find that their copies have no record. claim: as it is at the moment of each commit.
@@ -65,11 +73,3 @@ def remove_ledgers(broker: Broker, claim: Callable[[], Claim], gone: Sequence[Le
         key = records.owner_key(part[0].topic_id, part[0].partition)
         broker.registry.commit({key: claim().version}, delete=[record.key for record in part])
         yield {record.number for record in part}
-
-
-def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
-    """The nodes of a new ledger; None where there is none. Raises NotEnoughNodes if no entry could be acknowledged."""
-    nodes = broker.ensemble(topic)
-    if not has_enough(topic.quorum, nodes):
-        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
-    return nodes

@@ -61,7 +61,10 @@ class Broker:
     reader: LedgerReader
     recent: Recent
     crew: ThreadPoolExecutor
-    """For work that waits: commits of ledgers, answers of nodes."""
+    """For work that waits for the registry or for nodes, and for nothing else that a thread of the crew must do."""
+    rollers: ThreadPoolExecutor
+    """For ledgers that are closed and followed by the next one. This waits for commits, which the crew makes: on
+    threads of the crew, many of them at once would wait for threads that they hold themselves."""
     settings: BrokerSettings = field(default_factory=BrokerSettings)
     clock: Clock = SYSTEM
     news: News = field(default_factory=News)

@@ -49,6 +49,11 @@ class LedgerIndex:
             self._offsets[number], self._rows[number], self._sizes[number], self._times[number], self._stored[number]
         )
 
+    def span(self, offset: int, max_bytes: int) -> tuple[int, int]:
+        """The first and the last of the entries to read from this offset on, which have about `max_bytes` together."""
+        first = self.find(offset)
+        return first, self.reach(first, max_bytes)
+
     def find(self, offset: int) -> int:
         """The number of the entry that holds this offset, which the ledger must have."""
         return bisect_right(self._offsets, offset) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from pxrs.cluster import records
@@ -26,6 +27,8 @@ _logger = logging.getLogger(__name__)
 
 TRIES_MAX: Final = 100
 """How often a change of a topic is tried again because another one came first."""
+ASKERS_MAX: Final = 16
+"""How many threads ask other brokers, and this one, for calls that concern several of them."""
 PATIENCE_S: Final = 30.0
 """How long a call of this broker waits until the partitions that it concerns have an owner that answers."""
 
@@ -35,6 +38,8 @@ class BrokerRoutes:
 
     def __init__(self, record: TopicRecord, log: ClusterLog) -> None:
         self._record, self._log = record, log
+        self.local = log.local(record)
+        """One object, by which `RoutedTopic` knows whether a partition has moved."""
         self._forgotten: dict[int, float] = {}
 
     def check(self) -> None:
@@ -44,7 +49,7 @@ class BrokerRoutes:
         log, topic = self._log, self._record.topic
         log.check_usable()
         if log.ownership.owned(topic.id, partition) is not None:
-            return log.local(self._record)
+            return self.local
         if partition in self._forgotten:
             del self._forgotten[partition]
             seen = log.broker.view.refresh()
@@ -67,13 +72,14 @@ class ClusterTopic(RoutedTopic):
     """A topic at a broker: its own partitions, and those of other brokers."""
 
     def __init__(self, record: TopicRecord, log: ClusterLog) -> None:
-        super().__init__(record.topic, BrokerRoutes(record, log), log.broker.crew, PATIENCE_S)
-        self._record, self._log = record, log
+        routes = BrokerRoutes(record, log)
+        super().__init__(record.topic, routes, log.askers, PATIENCE_S)
+        self._log, self._local = log, routes.local
         self.clock = log.clock
 
     @property
     def local(self) -> TopicLog:
-        return self._log.local(self._record)
+        return self._local
 
     def owners(self) -> dict[int, str]:
         seen = self._log.broker.view.seen
@@ -96,6 +102,9 @@ class ClusterLog(Log, HasStaging):
         self.broker, self.ownership, self.peers = broker, ownership, peers
         self._cluster = cluster
         self._staging = ClusterStaging(broker)
+        self.askers = ThreadPoolExecutor(ASKERS_MAX, "pxrs-brokers")
+        """On which several brokers are asked at once. Not the broker's crew: an append on one of these threads waits
+        for work of the crew."""
         self._is_closed = False
 
     @property
@@ -134,6 +143,9 @@ class ClusterLog(Log, HasStaging):
         self.check_usable()
         known = self.broker.view.seen.topics.get(name)
         return ClusterTopic(self._record(name)[0] if known is None else known[0], self)
+
+    def topic_now(self, name: str) -> TopicLog:
+        return ClusterTopic(self._record(name)[0], self)
 
     def _record(self, name: str) -> tuple[TopicRecord, int]:
         self.check_usable()
@@ -227,3 +239,4 @@ class ClusterLog(Log, HasStaging):
 
     def close(self) -> None:
         self._is_closed = True
+        self.askers.shutdown(wait=False, cancel_futures=True)

@@ -60,7 +60,9 @@ class Membership:
                     incarnation,
                 )
                 old.close()
-            self._lease, self.incarnation = lease, incarnation
+            # In this order: whoever sees the new lease must not take it for that of the old incarnation (C4).
+            self.incarnation = incarnation
+            self._lease = lease
             return True
 
     def named(self) -> dict[str, str]:

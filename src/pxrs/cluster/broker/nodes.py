@@ -10,6 +10,7 @@ from pxrs.cluster.links import LinkSettings, NodeLink
 from pxrs.cluster.records import NodeRecord
 from pxrs.errors import NodeUnreachable, PxrsError
 from pxrs.registry.contract import Registry
+from pxrs.waiting import start_thread
 
 
 class NodeLinks:
@@ -34,7 +35,9 @@ class NodeLinks:
             if link is None:
                 link = self._links[node] = NodeLink(node, address, self._settings)
         if stale is not None:
-            stale.close()
+            # Not on this thread: the caller may hold the lock of a partition, for which the link's thread waits to
+            # report what has failed; or this is the link's thread.
+            start_thread(stale.close, "pxrs-node-link-end")
         return link
 
     def _address(self, node: str) -> str:

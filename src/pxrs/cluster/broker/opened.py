@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.errors import PxrsError
 from pxrs.log.producers import Placement, Producers
 
 
@@ -17,6 +18,8 @@ class Ticket(NamedTuple):
     """The end that the partition has once all of it is confirmed."""
     generation: int
     """That of the writer: a later one has been opened by a recovery, which may have lost the entry."""
+    began_at: float
+    """When the entry was sent, on the monotonic clock."""
 
 
 class Opened(NamedTuple):
@@ -25,3 +28,8 @@ class Opened(NamedTuple):
     chain: list[LedgerRecord]
     writer: LedgerShell
     producers: Producers
+
+
+def fresh(error: PxrsError) -> PxrsError:
+    """The error, to be raised once more. Each raise adds to its traceback, which holds what every caller had."""
+    return error.with_traceback(None)

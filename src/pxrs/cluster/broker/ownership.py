@@ -10,8 +10,9 @@ from what it sees, and made true by commits that expect it:
     this broker has more partitions than others (`balance`)     release one: close its ledger, then free the claim
     the lease was lost                                          give everything up, join as a new incarnation
 
-A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read.
-So of two brokers one gets the partition, a broker whose lease has ended gets none, and a deleted topic gets no owner.
+A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read,
+and that the last owner's key is gone. So of two brokers one gets the partition, a broker whose lease has ended gets
+none, a deleted topic gets no owner, and nobody takes a partition from a broker that may still answer reads (C4).
 
 A partition is released in this order: its ledger is closed, so that the next owner need not recover it; this broker
 stops to answer for it; the owner record is freed by a commit that expects the claim. The other way round, this broker
@@ -36,7 +37,7 @@ from pxrs.cluster.broker.opening import open_partition
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.view import Place, Seen
 from pxrs.cluster.placement import Candidate, choose, least_loaded
-from pxrs.cluster.records import OwnerRecord, TopicRecord
+from pxrs.cluster.records import NOBODY, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PartitionMoved, PxrsError, TopicDeleted
 from pxrs.metrics.instruments import BROKER_OPENING, BROKER_PARTITIONS
 from pxrs.registry.contract import ABSENT
@@ -200,10 +201,11 @@ class Ownership:
             return
         key = records.owner_key(*place)
         claimed = owner.claimed(membership.incarnation, membership.address)
+        expected = {key: owner_version, records.topic_key(topic.topic.name): version}
+        if owner.broker not in (NOBODY, membership.incarnation):
+            expected[records.broker_key(owner.broker)] = ABSENT  # while it lives, it answers reads by its lease (C4)
         try:
-            versions = self._broker.registry.commit(
-                {key: owner_version, records.topic_key(topic.topic.name): version}, {key: claimed.dump()}, lease=lease
-            )
+            versions = self._broker.registry.commit(expected, {key: claimed.dump()}, lease=lease)
         except (Conflict, LeaseExpired, OutcomeUnknown):
             # What became of it is seen at the next look: a claim that landed names this incarnation.
             self._broker.view.look_again()

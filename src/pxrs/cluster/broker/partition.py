@@ -13,6 +13,7 @@ for its confirmation waits for the same one (`place` finds it among the producer
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -21,14 +22,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Final
 
-import pyarrow as pa
-
 from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove_ledgers
 from pxrs.cluster.broker.context import Broker
-from pxrs.cluster.broker.entries import Entry, decode_entry, encode_entry, offset_of, origin_heads, state_entry, within
+from pxrs.cluster.broker.entries import STATE_ENTRY, Entry, encode_entry, offset_of, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
-from pxrs.cluster.broker.opened import Opened, Ticket
-from pxrs.cluster.broker.reading import body_of
+from pxrs.cluster.broker.opened import Opened, Ticket, fresh
+from pxrs.cluster.broker.recalling import Origins, Recalled, Span, Unread, closed_spans
 from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
@@ -44,7 +43,7 @@ from pxrs.errors import (
     SequenceGap,
     UnknownProducer,
 )
-from pxrs.log.batch import Batch, Origin, place_id
+from pxrs.log.batch import Batch, place_id
 from pxrs.log.contract import Append, Bounds
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers, named
@@ -52,14 +51,16 @@ from pxrs.waiting import Subscribers
 
 _logger = logging.getLogger(__name__)
 
+RECALLS_MAX: Final = 8
+"""How often an append reads what is stored, to tell whether its producers were forgotten. Each producer of one append
+may need a read; what is stored meanwhile is mostly in memory."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for a ledger to be closed."""
 
 
+# Over the limit: the calls of TopicLog for one partition, and what opens and ends it, share one lock and its fields.
 class OwnedPartition:
     """Threads share it."""
-
-    # Over the limit: the calls of TopicLog for one partition, and what opens and ends it.
 
     def __init__(
         self, broker: Broker, topic: TopicRecord, partition: int, claim: Claim, subscribers: Subscribers
@@ -113,8 +114,11 @@ class OwnedPartition:
             self._broker.view.look_again()
 
     def serve(self, opened: Opened) -> None:
-        """Serve what was opened."""
+        """Serve what was opened, unless it was given up meanwhile."""
         with self.lock:
+            if self._gone is not None:  # while it was opened
+                opened.writer.stop()
+                return
             self._generation += 1
             self._chain, self._producers = opened.chain, opened.producers
             self._pending.clear()
@@ -156,13 +160,23 @@ class OwnedPartition:
         return self._stuck is not None and self._gone is None
 
     @property
+    def is_degraded(self) -> bool:
+        """Whether new entries get fewer copies than the topic asks for, because there are too few storage nodes."""
+        writer = self._writer
+        return writer is not None and writer.is_degraded
+
+    @property
     def why_not(self) -> PxrsError | None:
         """Why it does not serve now; None if it does."""
         return self._gone or self._stuck
 
-    def get_stuck(self, why: str) -> None:
-        """The writer has stopped: appends fail until the ledger is recovered. May be called again."""
+    def get_stuck(self, why: str, generation: int | None = None) -> None:
+        """The writer has stopped: appends fail until the ledger is recovered. May be called again.
+
+        generation: that of the writer; nothing happens if a later one has been opened already."""
         with self.lock:
+            if generation not in (None, self._generation):
+                return
             if self._stuck is None:
                 self._stuck = PartitionUnavailable(self.name, why)
             if self._writer is not None:
@@ -174,7 +188,7 @@ class OwnedPartition:
         """Raise an error if this broker may not answer reads (C4): its lease may have ended, and another broker may
         have taken the partition and confirmed more."""
         if self._gone is not None:
-            raise self._gone
+            raise fresh(self._gone)
         if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
         if self._generation == 0:
@@ -213,22 +227,18 @@ class OwnedPartition:
             kept = self._recent.read(offset, max_bytes)
             if kept is None:
                 record, index = self._ledger_at(offset)
+                if index is not None:  # entries are added to it
+                    first, last = index.span(offset, max_bytes)
         if kept is not None:
             return within(kept, offset, max_bytes)
-        index = index or self._broker.reader.index(record)
-        first = index.find(offset)
-        last = index.reach(first, max_bytes)
-        found = [
-            self._decoded(record, read.entry, body_of(read)) for read in self._broker.reader.read(record, first, last)
-        ]
+        if index is None:
+            first, last = self._broker.reader.index(record).span(offset, max_bytes)
+        found = self._broker.reader.entries(record, first, last, max_bytes, self.place)
         with self.lock:
             self._check()
             if offset < self._start:  # it was trimmed meanwhile
                 raise OffsetTrimmed(self.name, offset, self._start)
         return within((frame for entry in found for frame in entry.frames), offset, max_bytes)
-
-    def _decoded(self, record: LedgerRecord, number: int, body: pa.Buffer) -> Entry:
-        return decode_entry(body, f"entry {number} of ledger {record.id}", self.place)
 
     def _ledger_at(self, offset: int) -> tuple[LedgerRecord, LedgerIndex | None]:
         """The ledger that has this offset, and its index if it is the one that is written. Under the lock."""
@@ -252,20 +262,26 @@ class OwnedPartition:
                 number = next(index.not_before(timestamp), None)
             if number is None:
                 continue
-            for read in self._broker.reader.read(record, number, number):
-                found = offset_of(self._decoded(record, number, body_of(read)).frames, timestamp)
-                if found is not None:
-                    return found
+            entry = self._broker.reader.entries(record, number, number, 0, self.place)[0]
+            found = offset_of(entry.frames, timestamp)
+            if found is not None:
+                return found
         return end
 
     # Appending.
 
     def begin(self, batches: Sequence[Append]) -> Ticket | list[Outcome]:
         """Give the batches offsets and send them to the nodes. Returns the outcomes at once if they are refused."""
+        recalled: dict[int, Recalled] = {}
         try:
-            with self.lock:
-                self._wait_for_room()
-                return self._place(batches)
+            for _ in range(RECALLS_MAX):
+                try:
+                    with self.lock:
+                        self._wait_for_room()
+                        return self._place(batches, recalled)
+                except Unread as unread:
+                    recalled[unread.since] = unread.read(self._broker.reader, self.place)
+            raise PartitionUnavailable(self.name, "more is stored all the time than can be searched for the producer")
         except (UnknownProducer, SequenceGap) as error:
             return [NotStored(named(error, self.name))] * len(batches)
         except AppendFailed as error:
@@ -277,7 +293,7 @@ class OwnedPartition:
         while True:
             self._check()
             if self._stuck is not None:
-                raise self._stuck
+                raise fresh(self._stuck)
             assert self._writer is not None
             if self._is_full() and not self._is_rolling:
                 self._roll()
@@ -287,58 +303,59 @@ class OwnedPartition:
             if not self._changed.wait(until - time.monotonic()):
                 raise PartitionUnavailable(self.name, "earlier appends are not acknowledged yet")
 
-    def _place(self, batches: Sequence[Append]) -> Ticket:
+    def _place(self, batches: Sequence[Append], recalled: dict[int, Recalled]) -> Ticket:
         now = self._broker.clock.wall_time_us()
         incoming = [Incoming(each.origin, each.payload.rows, each.since) for each in batches]
-        incoming = self._producers.recall(incoming, self._next, self._origins_since, now / 1e6)
+        since = functools.partial(self._origins_since, recalled=recalled)
+        incoming = self._producers.recall(incoming, self._next, since, now / 1e6)
         placed = self._producers.place(incoming, self._next)
         new = [(batch, at.offset) for batch, at in zip(batches, placed, strict=True) if at.is_new]
-        needed = max(at.offset + batch.payload.rows for batch, at in zip(batches, placed, strict=True))
+        # Entries are confirmed as wholes: a batch is confirmed if its first row is. A duplicate may have other rows.
+        needed = max(at.offset for at in placed) + 1
         if new:
             assert self._writer is not None
             entry = encode_entry(new, self.place, now)
-            self._writer.append(entry)
             self._pending.append(entry)
             self._pending_bytes += entry.size
             self._next = entry.next_offset
             for batch, offset in new:
                 self._producers.note(batch.origin, offset, now / 1e6)
-        return Ticket(placed, needed, self._generation)
+            try:
+                self._writer.append(entry)
+            except Exception:  # some nodes may have the entry: only recovery can tell
+                _logger.exception("%s: an entry could not be sent", self.name)
+                self.get_stuck("an entry could not be sent to the storage nodes")
+        return Ticket(placed, needed, self._generation, time.monotonic())
 
-    def _origins_since(self, offset: int) -> list[tuple[Origin, int]] | None:
+    def _origins_since(self, since: int, recalled: dict[int, Recalled]) -> Origins | None:
         """The origins of the batches from this offset on, for `Producers.recall`; None if some are not there any more.
-        Called under the lock; reads only headers."""
-        if offset < self._start:
+        Called under the lock. Raises Unread."""
+        if since < self._start:
             return None
-        found: list[tuple[Origin, int]] = []
-        ledgers = [record for record in self._chain if (record.end or 0) > offset]
-        if self._writer is not None:
-            ledgers.append(self._writer.record)
-        for record in ledgers:
-            is_written = self._writer is not None and record is self._writer.record
-            last = len(self._index) - 1 if is_written else record.last or 0
-            for read in self._broker.reader.read(record, 1, last, heads=True):
-                where = f"entry {read.entry} of ledger {record.id}"
-                found += [(head.origin, head.base_offset) for head in origin_heads(read.body, where, self.place)]
-        for entry in self._pending:
-            found += entry.origins(self.place)
-        return found
+        known = recalled.get(since)
+        confirmed = None
+        if known is not None and known.generation == self._generation:
+            confirmed = self._recent.entries_from(known.upto) if known.upto < self._end else []
+        if known is None or confirmed is None:
+            spans = closed_spans(self._chain, since)
+            if self._writer is not None and len(self._index):
+                first = max(STATE_ENTRY + 1, self._index.find(since))
+                spans.append(Span(self._writer.record, first, len(self._index) - 1))
+            raise Unread(since, self._generation, self._end, spans)
+        return [*known.origins, *(each for entry in (*confirmed, *self._pending) for each in entry.origins(self.place))]
 
-    def wait(self, ticket: Ticket, until: float) -> list[Outcome]:
-        """The outcomes of an append, once they are known. until: on the monotonic clock."""
+    def wait(self, ticket: Ticket) -> list[Outcome]:
+        """The outcomes of an append, once they are known."""
+        until = ticket.began_at + self._broker.settings.append_s
         with self.lock:
             while ticket.needed > self._end and ticket.generation == self._generation:
-                if self.why_not is not None:
+                if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
                     break
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
             if ticket.needed <= self._end and ticket.generation == self._generation:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not
-        if why is None and ticket.generation == self._generation:
-            self.get_stuck("an append was not acknowledged in time by enough storage nodes")
+        if why is None:
+            self.get_stuck("an append was not acknowledged in time by enough storage nodes", ticket.generation)
         unknown = AppendUnknown(
             f"{self.name}: {why or 'no acknowledgement of enough storage nodes came in time'}; the batch may be stored"
         )
@@ -370,16 +387,19 @@ class OwnedPartition:
     def _roll(self) -> None:
         """Under the lock: close this ledger and begin the next one, on another thread."""
         self._is_rolling = True
-        self._broker.crew.submit(self._roll_apart, self._generation)
+        self._broker.rollers.submit(self._roll_apart, self._generation)
 
     def _roll_apart(self, generation: int) -> None:
+        with self.lock:
+            full = self._writer
+            if full is None or generation != self._generation or self._stuck is not None:
+                return  # it was given up or recovered meanwhile, or is about to be
         try:
-            assert self._writer is not None
-            closed = self._writer.close(time.monotonic() + self._broker.settings.append_s)
+            closed = full.close(time.monotonic() + self._broker.settings.append_s)
             assert closed.end is not None
             writer = self.begin_next(closed.end)
         except Exception as error:  # noqa: BLE001 - the partition is opened again, which reports what is wrong
-            self.get_stuck(f"the next ledger could not be begun: {error}")
+            self.get_stuck(f"the next ledger could not be begun: {error}", generation)
             return
         with self.lock:
             if generation != self._generation or self._gone is not None:
@@ -437,7 +457,7 @@ class OwnedPartition:
                 if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
                     break
             if self.why_not is not None:
-                raise self.why_not
+                raise fresh(self.why_not)
             if not len(self._index):  # the producers' state is not yet in the ledger that stays (C3)
                 return None
             gone = [record for record in self._chain if (record.end or 0) <= start]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from threading import Lock
@@ -9,6 +10,8 @@ from typing import Final
 
 import pyarrow as pa
 
+from pxrs.cluster.broker.entries import Entry, decode_entry
+from pxrs.cluster.broker.fetched import FetchedEntries
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.links import EntryRead, NodeLink
@@ -16,8 +19,9 @@ from pxrs.errors import LedgerFenced, NodeUnreachable, ReadFailed, WrongNode
 
 INDEXES_MAX: Final = 64
 """The indexes of so many closed ledgers are kept."""
-READ_S: Final = 5.0
-"""How long one node may take to answer a read, before the next one is asked."""
+AVOIDED_S: Final = 10.0
+"""For so long after a failure a node is asked only if no other one has the entries: a node that hangs costs one timeout
+of its link, and not one for each read."""
 PAGE: Final = 10_000
 """How many entries of an index are asked for at a time."""
 _FAILURES: Final = (NodeUnreachable, WrongNode, LedgerFenced)
@@ -33,6 +37,9 @@ class LedgerReader:
         self._links = links
         self._lock = Lock()
         self._indexes: OrderedDict[str, LedgerIndex] = OrderedDict()
+        self._fetched = FetchedEntries()
+        self._avoided: dict[str, float] = {}
+        """Nodes that did not answer, and until when they are asked last (monotonic)."""
 
     def index(self, record: LedgerRecord) -> LedgerIndex:
         """The index of a closed ledger. Raises ReadFailed."""
@@ -53,13 +60,14 @@ class LedgerReader:
         """The index of the entries up to this one, all of which the ledger has. Raises ReadFailed."""
         found: dict[int, Indexed] = {}
         errors: list[str] = []
-        for node in _nodes(record):
+        for node in self._nodes(record):
             if all(entry in found for entry in range(last + 1)):
                 break
             try:
                 for entry, head in self._index_of(node, record, last):
                     found.setdefault(entry, head)
             except _FAILURES as error:
+                self._avoid(node)
                 errors.append(f"{node}: {error}")
         index = LedgerIndex()
         for entry in range(last + 1):
@@ -71,12 +79,24 @@ class LedgerReader:
     def _index_of(self, node: str, record: LedgerRecord, last: int) -> Iterator[tuple[int, Indexed]]:
         after = -1
         while after < last:
-            page = self._links(node).index(record.id, after=after, limit=PAGE, timeout_s=READ_S)
+            page = self._links(node).index(record.id, after=after, limit=PAGE)
             for entry, head in page.entries:
                 after = entry
                 yield entry, Indexed(head.offset, head.rows, head.size, head.last_timestamp, head.stored_at)
             if not page.has_more:
                 return
+
+    def entries(self, record: LedgerRecord, first: int, last: int, max_bytes: int, place: int) -> list[Entry]:
+        """The entries from `first` on and up to `last`, about `max_bytes` of them and at least one.
+
+        place: the partition's `place_id`. Raises ReadFailed, DamagedFrame."""
+        found = self._fetched.get(record.id, first, max_bytes)
+        if not found:
+            for read in self.read(record, first, last):
+                entry = decode_entry(body_of(read), f"entry {read.entry} of ledger {record.id}", place)
+                self._fetched.add(record.id, read.entry, entry)
+                found.append(entry)
+        return found
 
     def read(self, record: LedgerRecord, first: int, last: int, *, heads: bool = False) -> Iterator[EntryRead]:
         """The entries from `first` to `last`, in order; heads: with the headers of their frames instead of their bytes.
@@ -86,10 +106,11 @@ class LedgerReader:
         entry = first
         while entry <= last:
             began = entry
-            for node in _nodes(record, entry):
+            for node in self._nodes(record, entry):
                 try:
-                    read = self._links(node).read(record.id, entry, last, heads=heads, timeout_s=READ_S)
+                    read = self._links(node).read(record.id, entry, last, heads=heads)
                 except _FAILURES as error:
+                    self._avoid(node)
                     errors.append(f"{node}: {error}")
                     continue
                 errors += [f"{node}: {each.error}" for each in read if each.error is not None]
@@ -102,17 +123,22 @@ class LedgerReader:
             if entry == began:
                 raise _unreadable(record, entry, errors)
 
+    def _nodes(self, record: LedgerRecord, entry: int = 0) -> list[str]:
+        """The nodes that have entries of the ledger, those of this entry first, and those that did not answer last.
+        Ledgers begin with different ones."""
+        nodes = [node for _, node in record.nodes_of(entry) if node is not None]
+        turn = record.number % len(nodes) if nodes else 0
+        others = sorted(record.named - set(nodes))
+        now = time.monotonic()
+        return sorted([*nodes[turn:], *nodes[:turn], *others], key=lambda node: self._avoided.get(node, 0.0) > now)
+
+    def _avoid(self, node: str) -> None:
+        self._avoided[node] = time.monotonic() + AVOIDED_S
+
     def forget(self, ledger: str) -> None:
         with self._lock:
             self._indexes.pop(ledger, None)
-
-
-def _nodes(record: LedgerRecord, entry: int = 0) -> list[str]:
-    """The nodes that have entries of the ledger, those of this entry first. Ledgers begin with different ones."""
-    nodes = [node for _, node in record.nodes_of(entry) if node is not None]
-    turn = record.number % len(nodes) if nodes else 0
-    others = sorted(record.named - set(nodes))
-    return [*nodes[turn:], *nodes[:turn], *others]
+        self._fetched.forget(ledger)
 
 
 def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFailed:

@@ -57,6 +57,13 @@ class Recent:
                 at += 1
             return found
 
+    def _entries_from(self, kept: RecentEntries, offset: int) -> list[Entry] | None:
+        with self._lock:
+            at = bisect_right(kept.offsets, offset) - 1
+            if at < kept.dropped or kept.offsets[at] != offset:
+                return None
+            return [entry for entry in kept.entries[at:] if entry is not None]
+
     def _forget(self, kept: RecentEntries) -> None:
         with self._lock:
             for entry in kept.entries[kept.dropped :]:
@@ -86,6 +93,10 @@ class RecentEntries:
         """The frames from the entry on that holds this offset, about `max_bytes` of them; None if it is not kept here
         any more. The offset must be before the end of the partition."""
         return self._all._read(self, offset, max_bytes)
+
+    def entries_from(self, offset: int) -> list[Entry] | None:
+        """All entries from the one on that begins at this offset; None if they are not all kept any more."""
+        return self._all._entries_from(self, offset)
 
     def forget(self) -> None:
         self._all._forget(self)

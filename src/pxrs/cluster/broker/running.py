@@ -52,6 +52,7 @@ class RunningBroker:
         self._view.start()
         self._links = NodeLinks(registry, self._view, links or LinkSettings())
         self._crew = ThreadPoolExecutor(CREW_MAX, "pxrs-broker")
+        self._rollers = ThreadPoolExecutor(settings.openings_max, "pxrs-rolling")
         self._membership = Membership(registry, "", name, lease_ttl)
         self.broker = Broker(
             registry,
@@ -61,6 +62,7 @@ class RunningBroker:
             LedgerReader(self._links),
             Recent(settings.recent_bytes),
             self._crew,
+            self._rollers,
             settings,
             clock,
         )
@@ -91,4 +93,5 @@ class RunningBroker:
         self._view.close()
         self._peers.close()
         self._links.close()
+        self._rollers.shutdown(wait=False, cancel_futures=True)
         self._crew.shutdown(wait=False, cancel_futures=True)

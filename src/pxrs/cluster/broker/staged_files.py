@@ -26,6 +26,10 @@ _logger = logging.getLogger(__name__)
 
 PENDING_BYTES_MAX: Final = 16 << 20
 """How many bytes of one file may wait for acknowledgements. A broker may receive many files at a time."""
+SPREAD_S: Final = 0.5
+"""How long a finished file waits for nodes beyond those that make it durable."""
+LOOK_S: Final = 0.005
+"""How often it looks meanwhile."""
 TRIES_MAX: Final = 3
 """How often an entry is read with the ledger's record read anew: copies may have moved to other nodes meanwhile."""
 
@@ -78,6 +82,10 @@ class LedgerFile(NewFile):
     def finish(self) -> Staged:
         with self._changed:
             self._check()
+            # A ledger that is closed before its last node has answered is shown as one whose copies nobody has checked.
+            until = time.monotonic() + SPREAD_S
+            while not self._writer.is_everywhere and self._stopped is None and time.monotonic() < until:
+                self._changed.wait(LOOK_S)
         try:
             self._writer.close(time.monotonic() + self._broker.settings.append_s)
         except PartitionUnavailable:

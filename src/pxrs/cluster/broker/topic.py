@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from pxrs.cluster.broker.context import Broker
@@ -13,7 +12,7 @@ from pxrs.cluster.broker.opened import Ticket
 from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.records import TopicRecord
-from pxrs.errors import AppendFailed, InvalidRecord, LogError, PartitionMoved
+from pxrs.errors import AppendFailed, InvalidRecord, LogError, PartitionMoved, PxrsError, UnknownTopic
 from pxrs.log.batch import Batch, check_encoded
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, RetentionPlan, TopicLog
 from pxrs.log.outcomes import NotStored, Outcome
@@ -30,10 +29,13 @@ class OwnedTopic(TopicLog):
         self.clock = broker.clock
         self._broker, self._ownership = broker, ownership
 
-    def _partition(self, number: int) -> OwnedPartition:
+    def _checked(self, number: int) -> int:
         if not 0 <= number < self.partitions:
             raise InvalidRecord(f"{self.name} has no partition {number}; it has 0 to {self.partitions - 1}")
-        found = self._ownership.owned(self.id, number)
+        return number
+
+    def _partition(self, number: int) -> OwnedPartition:
+        found = self._ownership.owned(self.id, self._checked(number))
         if found is None:
             raise PartitionMoved(f"{self.name}/{number}: this broker does not own the partition")
         return found
@@ -67,19 +69,23 @@ class OwnedTopic(TopicLog):
         by_partition: dict[int, list[Append]] = {}
         for append in appends:
             check_encoded(append.payload)
+            self._checked(append.partition)
             by_partition.setdefault(append.partition, []).append(append)
-        until = time.monotonic() + self._broker.settings.append_s
         begun: dict[int, tuple[OwnedPartition, Ticket] | list[Outcome]] = {}
         for number, batches in by_partition.items():
+            # From here on nothing is raised: partitions before this one may have stored their batches.
             try:
                 partition = self._partition(number)
                 ticket = partition.begin(batches)
-            except AppendFailed as error:
+            except (AppendFailed, UnknownTopic) as error:
                 begun[number] = [NotStored(error)] * len(batches)
+            except PxrsError as error:  # such as ReadFailed: what is needed to tell a retry cannot be read
+                failed = AppendFailed(f"{self.name}/{number}: {error}; nothing was stored")
+                begun[number] = [NotStored(failed)] * len(batches)
             else:
                 begun[number] = (partition, ticket) if isinstance(ticket, Ticket) else ticket
         outcomes = {
-            number: iter(found if isinstance(found, list) else found[0].wait(found[1], until))
+            number: iter(found if isinstance(found, list) else found[0].wait(found[1]))
             for number, found in begun.items()
         }
         return [next(outcomes[append.partition]) for append in appends]

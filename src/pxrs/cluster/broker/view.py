@@ -61,6 +61,7 @@ class View:
         self._lock = threading.Lock()
         self._subscribers = Subscribers()
         self._is_closed = False
+        self._is_asked = False
         self.seen = Seen()
         self._thread: threading.Thread | None = None
 
@@ -86,14 +87,15 @@ class View:
                 frozenset(nodes),
                 frozenset(node for node, found in nodes.items() if found.state == RETIRED),
             )
-            is_changed = seen != self.seen
-            self.seen = seen
+            is_changed = seen != self.seen or self._is_asked
+            self.seen, self._is_asked = seen, False
         if is_changed:
             self._subscribers.wake_all()
         return seen
 
     def look_again(self) -> None:
-        """Have the thread read again soon."""
+        """Have the thread read again soon, and call the subscribers although nothing may have changed."""
+        self._is_asked = True
         self._watch.wake()
 
     def subscribe(self, callback: Callback) -> Subscription:

@@ -76,6 +76,18 @@ class LedgerShell:
         BROKER_DEGRADED.watch(self, lambda shell: [((), shell.is_degraded and not shell.is_stopped)])
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
+        self._tell_empty()
+
+    def _tell_empty(self) -> None:
+        """Say so if a position of the ledger has no node."""
+        nodes = self.record.fragments[-1].nodes
+        if None in nodes and not self.record.is_closed:
+            _logger.warning(
+                "ledger %s is degraded: there are only %d storage nodes for its %d positions, until more are started",
+                self.record.id,
+                sum(node is not None for node in nodes),
+                len(nodes),
+            )
 
     @property
     def record(self) -> LedgerRecord:
@@ -102,6 +114,11 @@ class LedgerShell:
     def is_stopped(self) -> bool:
         return self._core.stopped is not None
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every node has every entry that it is to have."""
+        return not self._entries
+
     def append(self, entry: Entry) -> None:
         head = head_of(entry)
         self._entries[self._core.next] = entry, head
@@ -113,7 +130,7 @@ class LedgerShell:
     def offer_spares(self) -> None:
         """Nodes may have come: fill empty positions."""
         if self._core.is_degraded and not self.is_stopped:
-            self._do(self._core.offer(self._broker.spares(self._topic, self.record.named)))
+            self._do(self._core.offer(self._spares(self.record.named)))
 
     def stop(self) -> None:
         self._do(self._core.stop("stopped"))
@@ -180,11 +197,20 @@ class LedgerShell:
         self._broker.news.record(
             "node.replaced", topic=self._topic.topic.name, ledger=self.record.id, node=node, error=str(error)
         )
-        spares = self._broker.spares(self._topic, {*self.record.named, node})
+        spares = self._spares({*self.record.named, node})
         return [
             *self._core.offer(spares),
             *self._core.failed(node, tenure, is_lasting=isinstance(error, LedgerRemoved)),
         ]
+
+    def _spares(self, without: set[str]) -> list[str]:
+        """The nodes that may be used, the best first. The function that chooses may be a user's: if it fails, the
+        ledger goes on without a spare."""
+        try:
+            return self._broker.spares(self._topic, without)
+        except Exception:
+            _logger.exception("ledger %s: no storage node could be chosen", self.record.id)
+            return []
 
     # On other threads.
 
@@ -227,5 +253,8 @@ class LedgerShell:
             _logger.exception("the record of ledger %s cannot be written", self.record.id)
             step = functools.partial(self._core.stop, str(error))
         with self._changed:
+            before = self.record
             self._do(step())
+            if self.record is not before:
+                self._tell_empty()
             self._changed.notify_all()

@@ -112,6 +112,13 @@ class Arms:
         for armed in everything:
             self._ask(armed, stream)
 
+    def lose_stream(self) -> None:
+        """The stream has ended, and the next one may be long in coming: wake all that were armed, so that whoever waits
+        looks, perhaps at another server."""
+        with self._lock:
+            wakes = [armed.wake for armed in self._all.values() if armed.was_armed]
+        call_all(wakes)
+
     def take_event(self, number: int) -> None:
         """The server says that something may be new."""
         with self._lock:

@@ -46,7 +46,9 @@ class Connection:
         """How many logs and registries use it. Guarded by the lock of this module."""
         self._arms = Arms()
         self.puts = PutStreams()
-        self._link = Link(settings, self._arms.take_event, self._arms.take_stream, self.puts.end_idle)
+        # Of a cluster's broker: its partitions move to others, which a reader that waits must find.
+        on_loss = self._arms.lose_stream if settings.is_direct else _nothing
+        self._link = Link(settings, self._arms.take_event, self._arms.take_stream, self.puts.end_idle, on_loss)
         self._places = threading.BoundedSemaphore(CALLS_MAX)
 
     @property
@@ -163,6 +165,10 @@ class Connection:
         self._arms.close()
         self.puts.close()
         self._link.close()
+
+
+def _nothing() -> None:
+    """A client of one server waits until that server is back, and looks then."""
 
 
 _lock = threading.Lock()

@@ -51,11 +51,13 @@ class Link:
         on_event: Callable[[int], object],
         on_stream: Callable[[ControlStream], object],
         on_goodbye: Callable[[], object],
+        on_loss: Callable[[], object],
     ) -> None:
-        """on_event: called by the reader with the number of a watch or subscription. on_stream: called by the reader
-        when a stream has begun. on_goodbye: called by the reader when the server will end. None of them may wait."""
+        """The reader calls these functions, and none of them may wait. on_event: with the number of a watch or
+        subscription. on_stream: when a stream has begun. on_goodbye: when the server will end. on_loss: when a stream
+        has ended."""
         self._settings = settings
-        self._on_event, self._on_stream, self._on_goodbye = on_event, on_stream, on_goodbye
+        self._on_event, self._on_stream, self._on_goodbye, self._on_loss = on_event, on_stream, on_goodbye, on_loss
         self._changed = threading.Condition(threading.Lock())
         """Guards the fields below."""
         self._needs = 0
@@ -226,3 +228,4 @@ class Link:
             self._why = f"the connection to {stream.channel.target} was lost: {why}"
         if not self._closing.is_set():
             _logger.info("%s; connecting again", self._why)
+            self._on_loss()

@@ -8,6 +8,7 @@ way, but only for calls that may be repeated: an append whose answer is missing 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,21 +17,27 @@ from typing import Final, Protocol, TypeVar
 
 from pxrs.errors import (
     AppendFailed,
+    AppendUnknown,
     InvalidRecord,
     LogError,
     PartitionMoved,
+    PxrsError,
     ReadFailed,
     ServerBusy,
 )
 from pxrs.log.batch import Batch, check_encoded
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, RetentionPlan, TopicLog
-from pxrs.log.outcomes import NotStored, Outcome, StoredAt
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.model import Topic
 from pxrs.waiting import Callback, Subscription
+
+_logger = logging.getLogger(__name__)
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 0.25
 THREADS_MAX: Final = 4
 """How many servers are asked at the same time."""
+LOOK_S: Final = 5.0
+"""How often a reader that waits looks again although no server has reported a change."""
 SHARED_BYTES_MIN: Final = 1 << 20
 """A read of fewer bytes than this asks one server after the other: each of them returns at least one batch."""
 _MOVED: Final = (PartitionMoved, ReadFailed, ServerBusy)
@@ -74,7 +81,9 @@ class RoutedTopic(TopicLog):
     # Reading.
 
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
-        return self._gather(self._checked(partitions), lambda log, chosen: log.bounds(chosen))
+        asked = self._checked(partitions)
+        found = self._gather(asked, lambda log, chosen: log.bounds(chosen))
+        return {partition: found[partition] for partition in asked}  # in this order, as other logs return them
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         return self._at(partition, lambda log: log.read(partition, offset, max_bytes))
@@ -114,7 +123,34 @@ class RoutedTopic(TopicLog):
                 del found[partition]  # the next look finds it at its new owner
             return found
 
-        return self._gather(chosen, fetch)
+        return self._first_found(chosen, fetch)
+
+    def _first_found(
+        self, partitions: list[int], fetch: Callable[[TopicLog, list[int]], Mapping[int, Fetched]]
+    ) -> dict[int, Fetched]:
+        """What the owners that answer have. Partitions without one hold up nothing: only while there is nothing to read
+        in the others, all are asked again. Raises ReadFailed once that has taken too long."""
+        until = time.monotonic() + self._patience_s
+        pause_s = PAUSE_S_MIN
+        while True:
+            found: dict[int, Fetched] = {}
+
+            def collect(log: TopicLog, mine: list[int], found: dict[int, Fetched] = found) -> dict[int, None]:
+                found.update(fetch(log, mine))
+                return dict.fromkeys(mine)
+
+            errors: dict[int, LogError] = {}
+            done = self._ask_once(partitions, collect, _MOVED, errors)
+            if found or len(done) == len(partitions):
+                return found
+            if time.monotonic() + pause_s > until:
+                raise next(iter(errors.values()))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def look_again_s(self, positions: Mapping[int, int]) -> float | None:
+        """A server that hangs reports nothing, and its partitions may have another owner."""
+        return LOOK_S
 
     def _read_in_turn(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
         """One partition after the other, until there are enough bytes."""
@@ -187,10 +223,23 @@ class RoutedTopic(TopicLog):
             check_encoded(each.payload)
             by_partition.setdefault(each.partition, []).append(number)
         outcomes: dict[int, Outcome] = {}
+        refused: dict[int, PxrsError] = {}
 
         def store(log: TopicLog, mine: list[int]) -> dict[int, None]:
+            # Nothing but PartitionMoved is raised: the servers of the other partitions may have stored theirs.
             numbers = [number for partition in mine for number in by_partition[partition]]
-            stored = dict(zip(numbers, log.append([appends[number] for number in numbers]), strict=True))
+            try:
+                stored = dict(zip(numbers, log.append([appends[number] for number in numbers]), strict=True))
+            except PartitionMoved:
+                raise
+            except AppendUnknown as error:
+                stored = dict.fromkeys(numbers, MaybeStored(error))
+            except PxrsError as error:  # see `TopicLog.append`: raised before anything is stored
+                refused.update(dict.fromkeys(mine, error))
+                stored = dict.fromkeys(numbers, NotStored(error))
+            except Exception as error:
+                _logger.exception("%s: an append failed", self.name)
+                stored = dict.fromkeys(numbers, MaybeStored(AppendUnknown(f"{self.name}: {error!r}")))
             done: dict[int, None] = {}
             for partition in mine:
                 found = [stored[number] for number in by_partition[partition]]
@@ -201,10 +250,17 @@ class RoutedTopic(TopicLog):
                     done[partition] = None
             return done
 
-        missing = self._try_all(list(by_partition), store, PartitionMoved)
-        for partition, error in missing.items():
-            failed = NotStored(AppendFailed(f"{self.name}/{partition}: {error}; nothing was stored"))
+        try:
+            missing = self._try_all(list(by_partition), store, PartitionMoved)
+        except PxrsError as error:  # such as Closed, between two tries
+            if not outcomes:
+                raise
+            return [outcomes.get(number, NotStored(error)) for number in range(len(appends))]
+        for partition, late in missing.items():
+            failed = NotStored(AppendFailed(f"{self.name}/{partition}: {late}; nothing was stored"))
             outcomes.update(dict.fromkeys(by_partition[partition], failed))
+        if refused and len(refused) == len(by_partition):
+            raise next(iter(refused.values()))
         return [outcomes[number] for number in range(len(appends))]
 
     # Retention.
@@ -266,6 +322,25 @@ class RoutedTopic(TopicLog):
         pause_s = PAUSE_S_MIN
         left = partitions
         errors: dict[int, LogError] = {}
+        while True:
+            done = self._ask_once(left, ask, moved, errors)
+            left = [partition for partition in left if partition not in done]
+            if not left:
+                return {}
+            if time.monotonic() + pause_s > until:
+                why = f"{self.name}: no broker serves the partition"
+                return {each: errors.get(each, ReadFailed(why)) for each in left}
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def _ask_once(
+        self,
+        partitions: list[int],
+        ask: Callable[[TopicLog, list[int]], Mapping[int, None]],
+        moved: tuple[type[Exception], ...],
+        errors: dict[int, LogError],
+    ) -> set[int]:
+        """Ask each owner once. Returns the partitions that are done, and puts into `errors` why others are not."""
 
         def run(group: tuple[TopicLog, list[int]]) -> Mapping[int, None]:
             log, mine = group
@@ -277,19 +352,9 @@ class RoutedTopic(TopicLog):
                     errors[partition] = _late(error)
                 return {}
 
-        while True:
-            groups = self._groups(left, errors)
-            done: set[int] = set()
-            for each in map(run, groups) if len(groups) < 2 else self._crew.map(run, groups):
-                done.update(each)
-            left = [partition for partition in left if partition not in done]
-            if not left:
-                return {}
-            if time.monotonic() + pause_s > until:
-                why = f"{self.name}: no broker serves the partition"
-                return {each: errors.get(each, ReadFailed(why)) for each in left}
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        groups = self._groups(partitions, errors)
+        answers = map(run, groups) if len(groups) < 2 else self._crew.map(run, groups)
+        return {partition for done in answers for partition in done}
 
     def _groups(self, partitions: list[int], errors: dict[int, LogError]) -> list[tuple[TopicLog, list[int]]]:
         """The handles of these partitions, and which of them each serves."""
@@ -301,10 +366,19 @@ class RoutedTopic(TopicLog):
                 errors[partition] = _late(error)
                 continue
             groups.setdefault(id(log), (log, []))[1].append(partition)
-        for log, mine in groups.values():
+        return [(log, mine) for log, mine in groups.values() if self._can_wait_at(log, mine, errors)]
+
+    def _can_wait_at(self, log: TopicLog, mine: list[int], errors: dict[int, LogError]) -> bool:
+        """Have those who wait for these partitions wait at this handle. False if it does not serve them either."""
+        try:
             if self._waiting:
                 self._rearm(log, mine)
-        return list(groups.values())
+        except _MOVED as error:
+            for partition in mine:
+                self._routes.forget(partition, log)
+                errors[partition] = _late(error)
+            return False
+        return True
 
     def _checked(self, partitions: Iterable[int]) -> list[int]:
         """Raises InvalidRecord if the topic has no such partition; Closed, UsedAfterFork."""

@@ -40,6 +40,8 @@ from pxrs.remote.client.session import Session
 from pxrs.remote.client.transfers import read_range
 from pxrs.waiting import Callback, Subscription
 
+OWNERS_S: Final = 2.0
+"""How long a broker may take to say who owns the partitions of a topic."""
 _OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument, NoWritePermission, RemoteError)
 """Errors that a log raises for a whole append, before anything is stored."""
 
@@ -131,7 +133,15 @@ class RemoteTopic(TopicLog):
         return self._session.patiently(attempt)
 
     def owners(self) -> dict[int, str]:
-        return {int(partition): str(address) for partition, address in self._ask("topic.owners")["owners"]}
+        """Any broker answers from memory. One from which nothing comes for OWNERS_S is taken for dead, and the next
+        one is asked: the connection itself would notice only after the keep-alive of gRPC."""
+
+        def attempt(connection: Connection, until: float) -> dict[str, Any]:
+            left_s = max(0.0, until - time.monotonic())
+            return connection.call("topic.owners", self._place, min(OWNERS_S, left_s), is_renewal=True)
+
+        found = self._session.patiently(attempt)
+        return {int(partition): str(address) for partition, address in found["owners"]}
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         self._checked((partition,))

@@ -18,6 +18,15 @@ Start with `simulation.py`, which puts the parts together:
     group         the members
     storm, calm   a schedule's first part, with faults, and its second part, without
     scale         what a rebalance costs a large group; nothing fails there
+
+Queues have a simulator of their own (`queue_simulation.py`), and so have whole clusters, on the pure modules of
+`pxrs.cluster` (`cluster_simulation.py`):
+
+    cluster_schedule    the choices of a seed, the events that are to come, the network, the registry
+    cluster_machine     a storage node: its journal and disk, crashes, garbage
+    cluster_broker      a broker: claims, recovers, replays, writes
+    cluster_tending     producers, repairs, retention, the deletion of a topic
+    cluster_ghost       what has really happened, and the rules
 """
 
 from pxrs.testing.simulator.calm import fewest_moves

@@ -220,7 +220,9 @@ class OwnedPartition:
             self.perform_recovery(actions)
 
         on_failure = self.guard(lambda: self.perform_recovery(recovery.failed(node)))
-        self.world.request(node, act, self.guard(on_reply), on_failure)
+        request = partial(self.world.request, node, act, self.guard(on_reply), on_failure)
+        # A fence that takes long, where the reads that follow it do not, is what the fencing reads are for.
+        self.world.delay(request) if kind == "fence" else request()
 
     def change(self, change: Change, core: Any, perform: Callable[[Sequence[Any]], None]) -> None:
         """The compare-and-set of a ledger's record, for the writer or the recovery."""
@@ -331,6 +333,7 @@ class OwnedPartition:
             entry = self.offsets[offset] = writer.next
             self.waiting[entry] = [(batch, answer)]
             self.add(batch, rows)
+            self.world.on_append(self.broker)
         elif self.offsets.get(offset, -1) <= writer.confirmed:
             answer(offset)
         else:
@@ -387,7 +390,7 @@ class OwnedPartition:
         self.perform(writer.fenced())
 
     def confirm(self, writer: LedgerWriter, upto: int) -> None:
-        first, self.confirmed = self.confirmed + 1, upto
+        first, self.confirmed = self.confirmed + 1, max(upto, self.confirmed)
         for entry in range(first, upto + 1):
             self.world.ghost.is_confirmed(writer.record, entry, self.bodies[entry][1])
             for batch, answer in self.waiting.pop(entry, ()):

@@ -90,6 +90,7 @@ class Machine:
         self.disk.cookie = Cookie(start.node, CLUSTER, start.starts)
         record = NodeRecord(str(self.address), start.starts, journal_end=len(self.disk.journal))
         world.registry.commit({}, {node_key(start.node): record})
+        world.homes[start.node] = self
         self.core = world.defects.node(start.node)
         for item in self.disk.journal:
             self.core.replay(item)

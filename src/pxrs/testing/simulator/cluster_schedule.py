@@ -13,19 +13,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pxrs.cluster.copies import Repair
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord, Quorum
-from pxrs.cluster.records import LEDGERS, NodeRecord, ledgers_prefix, node_key
+from pxrs.cluster.records import LEDGERS, ledgers_prefix
 from pxrs.cluster.recovery import Recovery
 from pxrs.cluster.replication import LedgerWriter
 from pxrs.cluster.storage.core import NodeCore
-
-if TYPE_CHECKING:
-    from pxrs.testing.simulator.cluster_broker import SimulatedBroker
-    from pxrs.testing.simulator.cluster_ghost import ClusterGhost
-    from pxrs.testing.simulator.cluster_machine import Machine
 
 Event = Callable[[], None]
 ABSENT: Final = 0
@@ -39,8 +34,10 @@ class ClusterDefects:
     writer: type[LedgerWriter] = LedgerWriter
     recovery: type[Recovery] = Recovery
     repair: type[Repair] = Repair
-    machine: type[Machine] | None = None
-    broker: type[SimulatedBroker] | None = None
+    machine: type[Any] | None = None
+    """A subclass of `cluster_machine.Machine`."""
+    broker: type[Any] | None = None
+    """A subclass of `cluster_broker.SimulatedBroker`."""
     quorum: Quorum | None = None
     """Simulate this one alone."""
 
@@ -101,23 +98,27 @@ class SimulatedRegistry:
 class ClusterSchedule:
     """The state of one schedule, apart from its processes."""
 
-    ghost: ClusterGhost
+    ghost: Any
+    """The `cluster_ghost.ClusterGhost` of the schedule. Its module, and those of machines and brokers, import this one,
+    so that their types cannot be named here."""
 
     def __init__(self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, trace: int = 0) -> None:
         self.seed, self.defects = seed, defects
         self.rng = rng = random.Random(f"cluster {seed}")
         self.quorum = defects.quorum or rng.choice(QUORUMS)
-        self.lost = rng.choice((0.0, 0.03, 0.1))
+        self.lost = rng.choice((0.0, 0.0, 0.03, 0.1))
         self.doubled = rng.choice((0.0, 0.05))
-        self.early = rng.choice((0.0, 0.03))
+        self.early = rng.choice((0.0, 0.0, 0.03))
         """How often a request fails for its sender although its message and reply are only late."""
         self.unknown = rng.choice((0.0, 0.1, 0.3))
-        self.slow = rng.choice((0.0, 0.05, 0.2))
+        self.slow = rng.choice((0.0, 0.1, 0.3))
         """How often something takes so long that everything else goes on meanwhile."""
         self.spread = rng.choice((1, 3, 8, 30))
         """Among how many of the oldest events the next one is chosen."""
         self.registry = SimulatedRegistry()
-        self.machines: list[Machine] = []
+        self.machines: list[Any] = []
+        self.homes: dict[str, Any] = {}
+        """By node, whether it still exists or not: where it was started."""
         self.waiting: list[Event] = []
         self.held: list[Event] = []
         """Events that take long; `release` lets them wait with the others."""
@@ -125,6 +126,8 @@ class ClusterSchedule:
         """By checksum: the bytes of an entry."""
         self.lost_nodes: set[str] = set()
         """Nodes whose disk is gone for good."""
+        self.on_append: Callable[[Any], None] = lambda broker: None
+        """Told of every entry that a broker has sent to its nodes."""
         self.is_calm = False
         self.steps = 0
         self.names = 0
@@ -220,9 +223,9 @@ class ClusterSchedule:
 
     # Storage nodes.
 
-    def machine_of(self, node: str) -> Machine:
-        record: NodeRecord = self.registry.get(node_key(node)).value
-        return self.machines[int(record.address)]
+    def machine_of(self, node: str) -> Any:
+        """The machine at the node's address; another node may answer there by now."""
+        return self.homes[node]
 
     def live_nodes(self) -> list[str]:
         """The nodes that serve, in the order of a new choice."""

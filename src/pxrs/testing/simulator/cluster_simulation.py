@@ -50,6 +50,9 @@ class ClusterSimulation(ClusterSchedule):
             for number in range(rng.choice((2, 3, 5)))
         ]
         self.repairers = [Repairer(self), Repairer(self)]
+        self.on_append = self.may_end_lease
+        self.trap_rate = rng.choice((0.0, 0.03, 0.15))
+        """How often a broker's lease ends while an entry is on its way."""
         self.tick_rate = rng.choice((0.1, 0.25))
         self.fault_rate = rng.choice((0.1, 0.4, 0.8))
         self.stopped: list[SimulatedBroker] = []
@@ -74,7 +77,9 @@ class ClusterSimulation(ClusterSchedule):
         brokers = self.brokers + self.stopped
         match kind:
             case "broker":
-                broker = brokers[int(rng.random() * len(brokers))]
+                # One that has not noticed the end of its lease is slow to notice anything.
+                some = self.stopped if self.stopped and rng.random() < 0.1 else self.brokers
+                broker = some[int(rng.random() * len(some))]
                 broker.owned[self.partitions[int(rng.random() * len(self.partitions))]].tick()
             case "producer":
                 broker = brokers[int(rng.random() * len(brokers))]
@@ -115,18 +120,24 @@ class ClusterSimulation(ClusterSchedule):
                 # A broker that writes or recovers has something to lose.
                 busy = [each for each in self.brokers if each.is_busy]
                 broker = rng.choice(busy if busy and rng.random() < 0.7 else self.brokers)
-                self.note("the lease of", broker.name, "ends" if kind == "lease" else "ends; it crashes")
-                self.brokers.remove(broker)
-                self.registry.leases.discard(broker.name)
-                if kind == "lease":
-                    self.stopped.append(broker)
-                else:
+                self.end_lease(broker)
+                if kind == "broker":
+                    self.note(broker.name, "crashes")
                     broker.die()
-                self.brokers.append(self.new_broker())
-                for partition in self.partitions:
-                    self.post(self.brokers[0].owned[partition].tick)
             case "notice" if self.stopped and rng.random() < 0.3:
                 self.stopped.pop(0).die()
+
+    def end_lease(self, broker: SimulatedBroker) -> None:
+        """The broker does not notice it. Another one tries to take its partitions at once."""
+        if broker not in self.brokers:
+            return
+        self.note("the lease of", broker.name, "ends")
+        self.brokers.remove(broker)
+        self.registry.leases.discard(broker.name)
+        self.stopped.append(broker)
+        self.brokers.append(self.new_broker())
+        for partition in self.partitions:
+            self.post(self.brokers[0].owned[partition].tick)
 
     def _crash(self, machine: Machine) -> None:
         if machine.is_up:
@@ -142,6 +153,10 @@ class ClusterSimulation(ClusterSchedule):
                     return False
         return True
 
+    def may_end_lease(self, broker: SimulatedBroker) -> None:
+        if not self.is_calm and self.rng.random() < self.trap_rate:
+            self.post(lambda: self.end_lease(broker))
+
     # The calm.
 
     def _come_to_rest(self) -> None:
@@ -150,10 +165,15 @@ class ClusterSimulation(ClusterSchedule):
         for machine in self.machines:
             if not machine.is_up:
                 machine.start()
+        self.rng.shuffle(self.held)
+        self.waiting += self.held
+        # Brokers that have lost their lease hear of everything that is still on its way.
+        for _ in range(CALM_STEPS_MAX):
+            if not self.happen():
+                break
         for broker in self.stopped:
             broker.die()
         self.stopped = []
-        self.waiting += self.held
         for _ in range(CALM_STEPS_MAX):
             self.steps += 1
             if self.happen():

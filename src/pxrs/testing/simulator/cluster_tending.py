@@ -121,7 +121,7 @@ class Repairer:
             machine = self.world.machine_of(node)
             state = machine.core.state(record.id) if machine.is_up and machine.core.node == node else None
             if state is not None and entry in state.index:
-                head = state.index.heads[entry]  # type: ignore[attr-defined]
+                head = state.index.heads[entry]
                 act = partial(_add, record.id, entry, head, recovery)
                 on_reply = self.guard(self.is_added, repair, target, entry)
                 self.world.request(target, act, on_reply, self.fail(repair, target))
