@@ -55,6 +55,10 @@ def broker(
     append_s: Annotated[
         float, typer.Option("--append-s", min=0.1, help="How long an append waits for enough copies.")
     ] = 10.0,
+    copies_grace_s: Annotated[
+        float,
+        typer.Option("--copies-grace-s", min=0.1, help="After so many seconds a lost node's copies are made anew."),
+    ] = 10.0,
     cache_mb: Annotated[
         int, typer.Option("--cache-mb", min=1, help="How much of the newest messages is kept in memory for readers.")
     ] = 256,
@@ -128,7 +132,7 @@ def broker(
     running = RunningBroker(
         registries.open(registry),
         name=name,
-        settings=BrokerSettings(append_s=append_s, recent_bytes=cache_mb << 20),
+        settings=BrokerSettings(append_s=append_s, recent_bytes=cache_mb << 20, copies_grace_s=copies_grace_s),
         links=LinkSettings(node_timeout_s, token_file=token_file, certificates=certificates),
         peers=Settings("pxrs://", (), 2.0, 2.0, certificates, token_file),
         lease_ttl=lease_s,

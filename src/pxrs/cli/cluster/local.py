@@ -85,9 +85,10 @@ class LocalCluster:
         plan: Plan,
         registry: str | None = None,
         broker_options: Mapping[str, float] | None = None,
+        storage_limits: Mapping[str, float] | None = None,
     ) -> None:
         """registry: the address of one that runs already, with its password, if the plan has no etcd. broker_options:
-        of `pxrs broker`, by name. Raises MissingDependency."""
+        of `pxrs broker`, by name. storage_limits: of `pxrs storage --limit`, by name. Raises MissingDependency."""
         self.plan = plan
         self.registry = registry or f"etcd://{HOST}:{plan.etcd[0]}"
         logs = directory / "log"
@@ -96,6 +97,7 @@ class LocalCluster:
         env = dict.fromkeys(INHERITED, "") | {"PXRS_REGISTRY": self.registry}
         env |= {LOG_FORMAT: os.environ.get(LOG_FORMAT) or "text"}
         options = [text for name, value in (broker_options or {}).items() for text in (f"--{name}", f"{value:g}")]
+        limits = [text for name, value in (storage_limits or {}).items() for text in ("--limit", f"{name}={value:g}")]
 
         def ours(name: str, ready: bytes, *arguments: str) -> Process:
             command = (sys.executable, "-P", "-m", "pxrs.cli", *arguments)
@@ -103,7 +105,9 @@ class LocalCluster:
 
         self.etcd = [_etcd(directory / "etcd", plan.etcd, logs)] if plan.etcd else []
         self.storage = [
-            ours(name, b"storage node ", "storage", "--dir", str(directory / name), "--listen", f"{HOST}:{port}")
+            ours(
+                name, b"storage node ", "storage", "--dir", str(directory / name), "--listen", f"{HOST}:{port}", *limits
+            )
             for number, port in enumerate(plan.storage, 1)
             for name in [f"storage-{number}"]
         ]

@@ -26,6 +26,8 @@ STORAGE: Final = 4
 """One more than a ledger needs: it takes the place of the one that is killed."""
 LEASE_S: Final = 2.0
 NODE_TIMEOUT_S: Final = 1.0
+GRACE_S: Final = 3.0
+"""After so many seconds the copies of the storage node that was killed are made anew."""
 
 
 def show(picture: Path) -> int:
@@ -38,8 +40,8 @@ def show(picture: Path) -> int:
 
     with tempfile.TemporaryDirectory(prefix="pxrs-cluster-demo-", ignore_cleanup_errors=True) as temporary:
         plan = planned(Wish(BROKERS, STORAGE), None, free_ports)
-        options = {"lease-s": LEASE_S, "node-timeout-s": NODE_TIMEOUT_S}
-        cluster = LocalCluster(Path(temporary), plan, None, options)
+        options = {"lease-s": LEASE_S, "node-timeout-s": NODE_TIMEOUT_S, "copies-grace-s": GRACE_S}
+        cluster = LocalCluster(Path(temporary), plan, None, options, {"alive_s": 1.0, "lease_s": LEASE_S})
         say(f"[bold]pxrs[/] cluster demo: {BROKERS} brokers, {STORAGE} storage nodes and an etcd are started")
         try:
             cluster.start()

@@ -23,7 +23,7 @@ from pxrs.registry.contract import Registry
 
 PARTITIONS: Final = 4
 MEMBERS: Final = 2
-STEADY_S: Final = 3.0
+STEADY_S: Final = 2.0
 """How long nothing happens before each kill, and after the last one."""
 WAIT_S: Final = 60.0
 LOOK_S: Final = 0.1
