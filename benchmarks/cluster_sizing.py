@@ -13,15 +13,19 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 import pxrs
+from pxrs import registry as registries
 from pxrs.cli.cluster.local import LocalCluster
 from pxrs.cli.cluster.plan import Wish, planned
 from pxrs.cli.cluster.process import Process
+from pxrs.cluster.broker.view import View
+from pxrs.cluster.records import OwnerRecord, owner_key
 from pxrs.launching import free_ports
 
 SIZES = ((1, 3), (2, 4), (3, 6))
@@ -30,6 +34,7 @@ SMALL, LARGE = 100, 1_000_000
 """Bytes of an entry."""
 ENTRIES = {SMALL: 1_000, LARGE: 60}
 COMMITS = 300
+LEASES, LEASE_TTL = 300, 6.0
 IDLE_S = 6.0
 TOPIC = "sized"
 
@@ -77,7 +82,18 @@ def measure(cluster: LocalCluster) -> dict[str, Cost]:
                 consumer.ack(message)
                 consumer.commit()
             found["commit of a checkpoint"] = _beyond(idle, used(cluster) - before, began).each(COMMITS)
+    found["lease, for a second"] = _lease_second(cluster, idle)
     return found
+
+
+def _lease_second(cluster: LocalCluster, idle: Cost) -> Cost:
+    """Of one lease of LEASE_TTL that is renewed all the time, as brokers, storage nodes and members have one."""
+    with registries.open(cluster.registry) as registry, ExitStack() as leases:
+        for _ in range(LEASES):
+            leases.enter_context(registry.lease(LEASE_TTL))
+        before, began = used(cluster), time.monotonic()
+        time.sleep(IDLE_S)
+        return _beyond(idle, used(cluster) - before, began).each(LEASES * (time.monotonic() - began))
 
 
 def _idle_second(cluster: LocalCluster) -> Cost:
@@ -97,7 +113,24 @@ def _send(producer: pxrs.Producer, count: int, size: int) -> None:
         producer.send(bytes(size), partition=number % 6).result(60)
 
 
+def view_cost_us(records_max: int = 10_000) -> float:
+    """Microseconds of CPU for each record that a broker reads when it looks at the cluster, with a registry in memory:
+    what the broker itself computes, without etcd and the network."""
+    with registries.open("memory:") as registry:
+        owner = OwnerRecord(3, "i" * 32, "127.0.0.1:7077", 5)
+        for at in range(0, records_max, 100):
+            registry.commit(put={owner_key("t", number): owner.dump() for number in range(at, at + 100)})
+        view = View(registry)
+        try:
+            began = time.process_time()
+            view.refresh()
+            return (time.process_time() - began) / records_max * 1e6
+        finally:
+            view.close()
+
+
 def main() -> None:
+    print(f"a broker's look at the cluster: {view_cost_us():.1f} us of CPU for each record in the registry")
     rows: dict[str, dict[str, list[float]]] = {}
     for brokers, storage in SIZES:
         with tempfile.TemporaryDirectory(prefix="pxrs-sizing-", ignore_cleanup_errors=True) as folder:

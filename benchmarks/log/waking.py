@@ -13,8 +13,9 @@ from pathlib import Path
 import pxrs
 from benchmarks.log.workload import Row, records
 from benchmarks.measure import Figure, Work
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.log.batch import encode
-from pxrs.log.contract import Append, wait_for_messages
+from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.outcomes import offsets_of
 

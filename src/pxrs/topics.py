@@ -11,8 +11,9 @@ import pyarrow as pa
 from pxrs import arguments
 from pxrs.errors import InvalidRecord, OffsetTrimmed
 from pxrs.hub_parts import HubParts
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, TopicLog, wait_for_messages
+from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, TopicLog
 from pxrs.log.messages import messages_of
 from pxrs.model import Message, Topic
 from pxrs.upkeep import retention

@@ -21,8 +21,9 @@ import pyarrow as pa
 import pytest
 
 from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetTrimmed, UnknownProducer
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.log.batch import SCHEMA, Batch, Origin
-from pxrs.log.contract import Append, wait_for_messages
+from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog

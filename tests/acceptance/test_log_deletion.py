@@ -23,8 +23,9 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import Closed, LogBusy, LogError, TopicDeleted, TopicExists, UnknownTopic
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.log.batch import SCHEMA
-from pxrs.log.contract import Append, Log, wait_for_messages
+from pxrs.log.contract import Append, Log
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.directory.topic_names import TopicNames

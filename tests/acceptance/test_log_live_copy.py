@@ -18,7 +18,8 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, LogError
-from pxrs.log.contract import Append, wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
+from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
 from pxrs.log.directory.published import PublishedFile
 from pxrs.log.directory.segments.frames import frames

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 from pxrs.errors import InvalidArgument, OffsetTrimmed, UnknownTopic
 from pxrs.events.model import Event
 from pxrs.events.names import ADOPTED_REGISTRY
-from pxrs.log.contract import Log, TopicLog, wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
+from pxrs.log.contract import Log, TopicLog
 from pxrs.model import microseconds_of
 
 WAIT_S: Final = 0.5

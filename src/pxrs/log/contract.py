@@ -31,6 +31,7 @@ _OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument)
 """Errors of `Source.read` that concern the source or the call, and not only the partition that was read."""
 
 
+# Over the limit: most of it documents what each call of a log and of its topics promises, which is read together.
 class DamagedTopic(NamedTuple):
     """A topic that cannot be opened, because its stored description is missing, damaged, or that of another topic."""
 
@@ -282,34 +283,6 @@ class Source(ABC):
         would have to read its messages to find it returns the end of the partition. Messages need not be in the order
         of their times, so it may be greater than `offset_at`."""
         return self.end(partition)
-
-
-def wait_for_messages(
-    source: Source,
-    positions: Mapping[int, int],
-    timeout: float | None = None,
-    cancel: Cancel | None = None,
-) -> set[int]:
-    """Wait until any of these partitions has messages from its offset on, and read nothing. Returns those that have;
-    none if the time is up or `cancel` was set. Unlike `Source.fetch` this waits for offsets beyond the end too.
-
-    timeout: in seconds; None for no limit, 0 to look once"""
-    ready: set[int] = set()
-
-    def look() -> bool:
-        nonlocal ready
-        chosen = source.readable(positions)
-        ready = {number for number in chosen if source.has_gaps or source.end(number) > positions[number]}
-        return bool(ready)
-
-    wait_for(
-        look,
-        lambda callback: source.subscribe(positions, callback),
-        timeout,
-        cancel,
-        lambda: source.look_again_s(positions),
-    )
-    return ready
 
 
 class TopicLog(Source):

@@ -18,8 +18,9 @@ from pxrs.errors import (
     UnknownProducer,
     UnknownTopic,
 )
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.log.batch import ANONYMOUS
-from pxrs.log.contract import Append, Log, TopicLog, wait_for_messages
+from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.outcomes import NotStored, StoredAt, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import CODECS

@@ -29,7 +29,8 @@ from pxrs.errors import (
     TopicExists,
     UnknownTopic,
 )
-from pxrs.log.contract import Append, Log, TopicLog, wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
+from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic, is_internal
 from pxrs.testing.log_appends import Appends, Origins

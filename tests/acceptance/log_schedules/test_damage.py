@@ -22,7 +22,8 @@ from pxrs.errors import (
     UnknownProducer,
     UnknownTopic,
 )
-from pxrs.log.contract import Append, wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
+from pxrs.log.contract import Append
 from pxrs.log.directory import partition as partition_module
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic

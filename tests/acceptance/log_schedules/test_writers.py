@@ -24,7 +24,8 @@ from pxrs.errors import (
     UnknownTopic,
 )
 from pxrs.inotify import Notifier
-from pxrs.log.contract import Append, wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
+from pxrs.log.contract import Append
 from pxrs.log.directory import reading, tailing
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.sealed import Sealed

@@ -12,8 +12,8 @@ import psycopg
 import pytest
 import sqlalchemy
 
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.log.batch import SCHEMA
-from pxrs.log.contract import wait_for_messages
 from pxrs.sources import SqlTable, sql_table
 from pxrs.testing.waiting import PATIENCE_S, aside
 from pxrs.waiting import Cancel

@@ -14,7 +14,7 @@ from pxrs.errors import (
     ReadFailed,
 )
 from pxrs.hashing import xxh64
-from pxrs.log.contract import wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.sources import sql_table
 from pxrs.sources.sql_table import SettledEnd
 from pxrs.testing.waiting import PATIENCE_S, aside, eventually

@@ -14,7 +14,7 @@ from pxrs.errors import (
     OffsetOutOfRange,
 )
 from pxrs.hashing import murmur2, xxh64
-from pxrs.log.contract import wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.sources import sql_table
 from pxrs.testing.servers import PostgresServer
 from pxrs.testing.waiting import PATIENCE_S

@@ -23,7 +23,7 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.hashing import xxh64
-from pxrs.log.contract import wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.sources import sql_table
 from pxrs.sources import sql_table as the_function
 from pxrs.testing.servers import PostgresServer

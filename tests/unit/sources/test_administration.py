@@ -19,7 +19,7 @@ from pxrs.errors import (
 from pxrs.group.lag import Seen
 from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.hashing import xxh64
-from pxrs.log.contract import wait_for_messages
+from pxrs.log.arrivals import wait_for_messages
 from pxrs.sources import SqlTable
 from pxrs.sources.sql_table.partitioned import PASSABLE_MAX
 from pxrs.testing.waiting import PATIENCE_S, eventually

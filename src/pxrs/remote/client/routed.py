@@ -60,8 +60,11 @@ class Routes(Protocol):
         """This handle does not serve the partition any more: ask anew for its owner."""
 
 
+# Over the limit: one short method for each operation of the contract, and what they share.
 class RoutedTopic(TopicLog):
     """A handle to one topic. Threads share it."""
+
+    # Over the limit: the 17 calls of TopicLog, and how each finds the servers that it needs.
 
     has_latency = True
 

@@ -149,7 +149,9 @@ class ClusterSimulation(ClusterSchedule):
         lost = self.lost_nodes | {node}
         for record, _ in self.registry.ledgers():
             for fragment in record.fragments:
-                if sum(each in lost for each in fragment.nodes) >= self.quorum.ack_quorum:
+                # A node in `joining` may have its place by a commit that is under way.
+                nodes = {*fragment.nodes, *(each.node for each in record.joining)}
+                if len(lost & nodes) >= self.quorum.ack_quorum:
                     return False
         return True
 
