@@ -102,11 +102,12 @@ def test_p4_a_reader_that_takes_an_entry_in_steps_lets_the_broker_read_it_once()
     reader = _Reader(entries)
     record: Any = _Record()
     for offset in (0, 100, 200):
-        (one,) = reader.entries(record, index, index.find(offset), 100_000, PLACE)
+        first = index.find(offset)
+        (one,) = reader.entries(record, first, index.reach(first, 100_000), 100_000, PLACE)
         assert [frame.offset for frame in one.frames] == [0, 100, 200]
     assert reader.asked == [(1, 1)]
-    assert len(reader.entries(record, index, index.find(300), 1 << 20, PLACE)) == 2
+    assert len(reader.entries(record, 2, index.reach(2, 1 << 20), 1 << 20, PLACE)) == 2
     assert reader.asked == [(1, 1), (2, 3)]
     reader.forget(record.id)
-    reader.entries(record, index, 1, 1, PLACE)
+    reader.entries(record, 1, 1, 1, PLACE)
     assert reader.asked == [(1, 1), (2, 3), (1, 1)]
