@@ -61,6 +61,20 @@ def is_served(cluster: ClusterProcesses) -> bool:
         return False
 
 
+def last_ledger(cluster: ClusterProcesses) -> LedgerRecord:
+    """Of the partition."""
+    with registries.open(cluster.registry) as registry:
+        entry = registry.get(records.topic_key("t"))
+        assert entry is not None
+        prefix = records.ledgers_prefix(TopicRecord.parse(entry.key, entry.value).topic.id, 0)
+        *_, last = (LedgerRecord.parse(each.key, each.value) for each in registry.scan(prefix))
+        return last
+
+
+def all_nodes_have(ledger: LedgerRecord) -> bool:
+    return len(ledger.fragments) == 1 and None not in ledger.fragments[0].nodes
+
+
 def a_message_that_two_nodes_have(cluster: ClusterProcesses) -> list[bytes]:
     """Every node has the first messages, and only the first two nodes have the last one. The broker is killed then, and
     so are the first two nodes. What was acknowledged."""
@@ -69,6 +83,12 @@ def a_message_that_two_nodes_have(cluster: ClusterProcesses) -> list[bytes]:
         hub.create_topic("t", partitions=1)
         values = [b"%d" % number for number in range(50)]
         send(hub, values)
+        for _ in range(100):
+            if all_nodes_have(last_ledger(cluster)):  # the first one may just have been started again
+                break
+            values.append(b"%d" % len(values))
+            send(hub, values[-1:])
+        assert all_nodes_have(last_ledger(cluster)), cluster.logs()
         third.pause()
         send(hub, [b"last"])
         cluster.brokers[0].process.kill()
@@ -83,13 +103,10 @@ def check_that_the_last_message_is_found(cluster: ClusterProcesses, values: list
     would say that there is no last message, which is enough to end the ledger before it."""
     cluster.brokers[0].process.start()
     third = cluster.nodes[2].process
-    with registries.open(cluster.registry) as registry, closing(NodeLink(third.node, third.address)) as link:
-        entry = registry.get(records.topic_key("t"))
-        assert entry is not None
-        prefix = records.ledgers_prefix(TopicRecord.parse(entry.key, entry.value).topic.id, 0)
+    with closing(NodeLink(third.node, third.address)) as link:
 
         def is_being_recovered() -> bool:
-            (ledger,) = (LedgerRecord.parse(each.key, each.value) for each in registry.scan(prefix))
+            ledger = last_ledger(cluster)
             return ledger.state == RECOVERING and link.index(ledger.id).fenced is not None
 
         eventually(is_being_recovered, 60.0, what=cluster.logs)
