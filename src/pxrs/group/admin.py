@@ -94,12 +94,14 @@ class GroupHandle:
         listing: the topics, if the caller has listed them before, for several groups."""
         return self._reader.described(state, listing or self._reader.readables.listing())
 
-    def preview_reset(self, to: To, topic: str | None = None) -> list[tuple[Offsets, dict[int, int]]]:
-        """Where `reset` would set the checkpoints now: each topic or source, with the new offsets by partition. Writes
-        nothing. Raises what `reset` raises, except GroupActive."""
+    def preview_reset(self, to: To, topic: str | None = None) -> list[tuple[str, str, dict[int, int]]]:
+        """Where `reset` would set the checkpoints now: the name and the id of each topic or source, and the new offsets
+        by partition. Writes nothing. Raises what `reset` raises, except GroupActive."""
         sources = self._reader.sources_to_reset(to, topic)
         starts = self._guard(sources).starts
-        return [(source, resolve_offsets(to, source, starts.get(source.id, Starts()))) for source in sources]
+        return [
+            (source.name, source.id, resolve_offsets(to, source, starts.get(source.id, Starts()))) for source in sources
+        ]
 
     def reset(self, to: To, topic: str | None = None, force: bool = False) -> dict[str, dict[int, int]]:
         """Set the checkpoints of the group. Returns the new offsets, by topic and partition.

@@ -145,7 +145,7 @@ def _reset(hub: Hub, given: Arguments) -> Plan:
     topic = _text(given, "topic") if given.get("topic") else None
     handle = hub.group(group)
     found = handle.describe()
-    planned = [(source.name, source.id, offsets) for source, offsets in handle.preview_reset(to, topic)]
+    planned = handle.preview_reset(to, topic)
     checkpoints = {(row.topic_id, row.partition): row.checkpoint for row in found.partitions}
     rows = [
         _moved(name, number, checkpoints.get((id, number)), offset)
