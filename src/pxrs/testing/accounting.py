@@ -24,6 +24,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +33,7 @@ import pxrs
 from pxrs.clock import SYSTEM
 from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.events import GroupEvents
+from pxrs.errors import PartitionLost
 from pxrs.events.recording import Recorder
 from pxrs.events.timeline import Place, owners
 from pxrs.group.lane import Lane
@@ -276,8 +278,8 @@ class Mortal:
 
 
 def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str, dies: str) -> None:
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # first: it may come while the store is slow to open
+    # First, as it may come soon. A thread waits for it: the kernel may give it to another thread than Python's main one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     hub = pxrs.open(url, registry=None if registry == "-" else registry)
     descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -325,12 +327,13 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
         _do(message)
 
     def end() -> None:
-        stop.wait()
+        signal.sigwait({signal.SIGTERM})
         consumer.stop()
 
     threading.Thread(target=end, daemon=True).start()
     consumer.run(handle)
-    consumer.close()
+    with suppress(PartitionLost):  # its lease ended just before: the account of all journals says whether that is right
+        consumer.close()
     if isinstance(source, SqlTable):
         source.close()
     hub.close()

@@ -182,7 +182,7 @@ class TestFence:
         assert lost == [0]
         # Once only, if the member has noticed the loss before it handed the messages out the first time.
         assert len(epochs) in (1, 2), "handed out again, once it was claimed again"
-        assert epochs[1] > epochs[0]
+        assert epochs == sorted(set(epochs)), "under another epoch"
         assert place.sum == total
 
     def test_g10_the_owner_can_be_fenced_while_the_body_runs(self, postgresql: Place) -> None:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from pxrs.testing.forked import Forked
 from pxrs.testing.servers.certificates import Certificates
 from pxrs.testing.servers.process import PROBE_S_MAX, Server
+
+if TYPE_CHECKING:
+    import grpc
 
 _HEALTH = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
@@ -49,6 +51,8 @@ class CommandServer(Server):
 
     def is_ready(self) -> bool:
         """Whether the server's health check says that it serves."""
+        import grpc  # here, so that a missing extra is told by the module that names it
+
         if self._is_paused:
             return False
         with self._channel() as channel:
@@ -58,6 +62,8 @@ class CommandServer(Server):
                 return False
 
     def _channel(self) -> grpc.Channel:
+        import grpc
+
         # A pool of its own: a channel that is made anew for a server that was away must not share its backoff.
         options = (("grpc.use_local_subchannel_pool", 1),)
         if self.tls is None:
