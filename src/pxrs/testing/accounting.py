@@ -278,7 +278,7 @@ class Mortal:
 
 
 def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str, dies: str) -> None:
-    # First, as it may come soon. A thread waits for it: the kernel may give it to another thread than Python's main one.
+    # First, as it may come soon. A thread waits for it: the kernel may give it to others than Python's main thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     hub = pxrs.open(url, registry=None if registry == "-" else registry)
     descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

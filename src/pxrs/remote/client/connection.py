@@ -26,7 +26,7 @@ from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import ControlStream, Hello
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
 from pxrs.remote.client.link import Link
-from pxrs.remote.client.settings import AWAY_S, Settings
+from pxrs.remote.client.settings import AWAY_S, LOST_S, Settings
 from pxrs.remote.heap import keep_freed_blocks
 from pxrs.waiting import Callback
 
@@ -103,7 +103,7 @@ class Connection:
     def _take(self, until: float) -> ControlStream:
         """The control stream, once there is one. Raises Unanswered, Closed, and why the server refuses this client."""
         if self.settings.is_direct:
-            until = min(until, time.monotonic() + AWAY_S)
+            until = min(until, time.monotonic() + (LOST_S if self._link.was_connected else AWAY_S))
         return self._link.take(until)
 
     def ask(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:

@@ -15,7 +15,9 @@ PORT: Final = 7077
 TIMEOUT_S: Final = 10.0
 PATIENCE_S: Final = 60.0
 AWAY_S: Final = 1.0
-"""How long a call waits for a connection to a single broker."""
+"""How long a call waits for the first connection to a single broker."""
+LOST_S: Final = 0.2
+"""How long it waits for a connection that was lost: the broker may be gone, and its partitions be elsewhere soon."""
 TOKEN_VARIABLE: Final = "PXRS_TOKEN"
 OPTIONS: Final = ("timeout", "patience", "token_file", "tls", "ca_file", "cert_file", "key_file")
 
