@@ -59,6 +59,14 @@ def broker(
         float,
         typer.Option("--copies-grace-s", min=0.1, help="After so many seconds a lost node's copies are made anew."),
     ] = 10.0,
+    placement: Annotated[
+        str,
+        typer.Option(
+            "--placement",
+            help="How nodes are chosen for topics that are created through this broker: least loaded, round robin, "
+            "random, or an entry point pxrs.placements.",
+        ),
+    ] = "least loaded",
     cache_mb: Annotated[
         int, typer.Option("--cache-mb", min=1, help="How much of the newest messages is kept in memory for readers.")
     ] = 256,
@@ -113,6 +121,7 @@ def broker(
         from pxrs.cluster.broker.context import BrokerSettings
         from pxrs.cluster.broker.running import RunningBroker
         from pxrs.cluster.links import LinkSettings
+        from pxrs.cluster.placement import placement_named
         from pxrs.remote.client.settings import Certificates, Settings
         from pxrs.server.descriptors import connections_within
         from pxrs.server.serving import ServerSettings
@@ -121,6 +130,7 @@ def broker(
         raise MissingDependency(
             f"pxrs broker needs {error.name}: pip install 'pxrs[remote]'", name=error.name
         ) from error
+    placement_named(placement)
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):
         raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")
@@ -132,7 +142,9 @@ def broker(
     running = RunningBroker(
         registries.open(registry),
         name=name,
-        settings=BrokerSettings(append_s=append_s, recent_bytes=cache_mb << 20, copies_grace_s=copies_grace_s),
+        settings=BrokerSettings(
+            append_s=append_s, recent_bytes=cache_mb << 20, copies_grace_s=copies_grace_s, placement=placement
+        ),
         links=LinkSettings(node_timeout_s, token_file=token_file, certificates=certificates),
         peers=Settings("pxrs://", (), 2.0, 2.0, certificates, token_file),
         lease_ttl=lease_s,

@@ -49,8 +49,9 @@ def at_random(candidates: Sequence[Candidate], count: int, turn: int) -> list[st
     return ids[:count]
 
 
+LEAST_LOADED: Final = "least loaded"
 PLACEMENTS: Final[Mapping[str, Placement]] = {
-    "least loaded": least_loaded,
+    LEAST_LOADED: least_loaded,
     "round robin": round_robin,
     "random": at_random,
 }

@@ -12,7 +12,7 @@ from pxrs.cluster.broker.membership import Membership
 from pxrs.cluster.broker.reading import LedgerReader, Links
 from pxrs.cluster.broker.recent import Recent
 from pxrs.cluster.broker.view import View
-from pxrs.cluster.placement import choose, ensemble, placement_named, storage_candidates
+from pxrs.cluster.placement import LEAST_LOADED, choose, ensemble, placement_named, storage_candidates
 from pxrs.cluster.records import TopicRecord
 from pxrs.events.model import Json
 from pxrs.events.recording import LOGGED_ONLY, Recorder
@@ -35,6 +35,9 @@ class BrokerSettings:
     """How many partitions are opened at a time."""
     copies_grace_s: float = 10.0
     """How long a node may be away before its copies are made anew on others."""
+    placement: str = LEAST_LOADED
+    """Which function chooses the storage nodes of topics that are created through this broker (P9): `least loaded`,
+    `round robin`, `random`, or the name of an entry point of the group `pxrs.placements`."""
     repairs_max: int = 2
     """How many ledgers get copies at a time."""
 

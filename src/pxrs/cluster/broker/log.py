@@ -45,6 +45,15 @@ class BrokerRoutes:
     def check(self) -> None:
         self._log.check_usable()
 
+    def owners(self) -> dict[int, str]:
+        seen, topic = self._log.broker.view.seen, self._record.topic
+        found = {}
+        for partition in range(topic.partitions):
+            owner = seen.owners.get((topic.id, partition), (OwnerRecord(), 0))[0]
+            if owner.address and owner.broker in seen.brokers:
+                found[partition] = owner.address
+        return found
+
     def handle(self, partition: int) -> TopicLog:
         log, topic = self._log, self._record.topic
         log.check_usable()
@@ -81,15 +90,6 @@ class ClusterTopic(RoutedTopic):
     def local(self) -> TopicLog:
         return self._local
 
-    def owners(self) -> dict[int, str]:
-        seen = self._log.broker.view.seen
-        found = {}
-        for partition in range(self.partitions):
-            owner = seen.owners.get((self.id, partition), (OwnerRecord(), 0))[0]
-            if owner.address and owner.broker in seen.brokers:
-                found[partition] = owner.address
-        return found
-
 
 class ClusterLog(Log, HasStaging):
     """The topics of the cluster. Threads share it."""
@@ -114,7 +114,8 @@ class ClusterLog(Log, HasStaging):
     def create_topic(self, topic: Topic) -> TopicLog:
         self.check_usable()
         chosen = {name: getattr(topic, name) for name in ("ensemble", "write_quorum", "ack_quorum")}
-        record = TopicRecord(topic, Quorum(**{name: value for name, value in chosen.items() if value is not None}))
+        quorum = Quorum(**{name: value for name, value in chosen.items() if value is not None})
+        record = TopicRecord(topic, quorum, self.broker.settings.placement)
         key = records.topic_key(topic.name)
         try:
             self.broker.registry.commit({key: ABSENT}, {key: record.dump()})

@@ -59,8 +59,10 @@ class Routes(Protocol):
     def forget(self, partition: int, handle: TopicLog) -> None:
         """This handle does not serve the partition any more: ask anew for its owner."""
 
+    def owners(self) -> Mapping[int, str]:
+        """The address of each partition's owner, as far as it has one."""
 
-# Over the limit: one short method for each operation of the contract, and what they share.
+
 class RoutedTopic(TopicLog):
     """A handle to one topic. Threads share it."""
 
@@ -80,6 +82,10 @@ class RoutedTopic(TopicLog):
     @property
     def keeps_unread(self) -> bool:  # type: ignore[override]  # it may be changed
         return self.topic.keeps_unread
+
+    def owners(self) -> dict[int, str]:
+        self._routes.check()
+        return dict(self._routes.owners())
 
     # Reading.
 

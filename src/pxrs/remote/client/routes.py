@@ -95,6 +95,9 @@ class AskedRoutes:
     def check(self) -> None:
         self._check()
 
+    def owners(self) -> Mapping[int, str]:
+        return self._ask()
+
     def handle(self, partition: int) -> TopicLog:
         address = self._owners.get(partition)
         if address is None:

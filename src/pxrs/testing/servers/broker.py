@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pxrs.testing.servers.certificates import Certificates
 from pxrs.testing.servers.command import CommandServer
 
 
 class BrokerServer(CommandServer):
     """A broker of the cluster of this registry. `flags` are added to its command line. forked: see `CommandServer`."""
 
-    def __init__(self, registry: str, name: str = "", *, flags: Sequence[str] = (), forked: bool = False) -> None:
-        super().__init__(forked=forked)
+    def __init__(
+        self,
+        registry: str,
+        name: str = "",
+        *,
+        flags: Sequence[str] = (),
+        tls: Certificates | None = None,
+        forked: bool = False,
+    ) -> None:
+        super().__init__(tls=tls, forked=forked)
         self._registry, self.name, self._flags = registry, name, tuple(flags)
         self.advertised: str | None = None
         """The address that clients and other brokers are told, such as that of a proxy; None: its own."""
@@ -22,4 +31,6 @@ class BrokerServer(CommandServer):
         command += ["--name", self.name]
         if self.advertised is not None:
             command += ["--advertise", self.advertised]
+        if self.tls is not None:
+            command += ["--tls-cert", str(self.tls.server_cert), "--tls-key", str(self.tls.server_key)]
         return [*command, *self._flags]
