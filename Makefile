@@ -40,9 +40,9 @@ $(BENCH_READY): $(READY)
 demo: $(READY) ## Show what it does: a kill, a zombie, a Spark pipeline, an exact account
 	$(BIN)/pxrs demo
 
-# Six at a time on two cores, a file each: most of them wait for a server, a lease or a disk.
+# Four at a time on two cores, a file each: most of them wait for a server, a lease or a disk.
 test: lint types $(READY) ## Run every test, with real servers
-	$(PYTEST) --numprocesses 6 --dist loadfile --no-loadscope-reorder $(SUITES)
+	$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder $(SUITES)
 
 check: lint types unit ## Lint, types and unit tests: under a minute
 

@@ -214,8 +214,14 @@ def check_monitored(running: Running) -> None:
 
 def check_page(page: Observer, *, dead: int, members: int) -> dict[str, dict[str, Any]]:
     """The page of queries shows those that write to topics: by name, what it has of each."""
-    page.forget()
-    found = page.see(lambda: views.queries(page))["queries"]
+
+    def look() -> list[dict[str, Any]] | None:
+        page.forget()
+        found: list[dict[str, Any]] = page.see(lambda: views.queries(page))["queries"]
+        # The rows of a batch are published soon after it is committed.
+        return None if any(row["state"] == "committed" for row in found) else found
+
+    found = eventually(look, PATIENCE_S)
     by_group = {row["groups"][0]: row for row in found}
     assert set(by_group) == {"totals", "totals.dead-letters"}, found
     for group, topic, messages in (("totals", "totals", None), ("totals.dead-letters", "orders-bad", dead)):

@@ -27,7 +27,7 @@ from pxrs.testing.forked import run_text
 from pxrs.testing.servers import StorageServer
 from pxrs.testing.waiting import eventually
 
-LEASE_S = 1.0
+LEASE_S = 2.0
 NODE_TIMEOUT_S = 15.0
 """Longer than what a test does while a node hangs: it is not replaced meanwhile."""
 VALUE = b"v" * 1000

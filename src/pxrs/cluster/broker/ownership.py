@@ -47,6 +47,8 @@ _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
 """How often the broker looks although nothing has changed."""
+JOIN_TRIES_MAX: Final = 20
+"""How often a broker that starts takes a lease, if each ends before its record is written."""
 CLAIM_S: Final = 2.0
 """How long a partition may be without an owner before any broker claims it."""
 RETRY_S: Final = 0.5
@@ -76,10 +78,21 @@ class Ownership:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._broker.membership.join()
+        """Join the cluster, then own partitions. Raises what the registry raises."""
+        self._join()
         self._broker.news.record("broker.joined", **self._broker.membership.named())
         BROKER_PARTITIONS.watch(self, _states)
         self._thread = start_thread(self._run, "pxrs-ownership")
+
+    def _join(self) -> None:
+        for left in reversed(range(JOIN_TRIES_MAX)):
+            try:
+                self._broker.membership.join()
+                return
+            except LeaseExpired as error:  # the store took longer than the lease lives
+                if not left:
+                    raise
+                _logger.warning("the broker could not join the cluster, tried again: %s", error)
 
     def owned(self, topic_id: str, partition: int) -> OwnedPartition | None:
         return self._owned.get((topic_id, partition))
