@@ -13,6 +13,7 @@ import typer
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
+from pxrs.cli.options import ClientTokens, Insecure, Listen, TlsClientCa, TlsKey
 from pxrs.cli.serve import keep_beating, tls_credentials, with_limits
 from pxrs.cli.terminal import echo
 from pxrs.errors import InvalidArgument, MissingDependency
@@ -35,9 +36,7 @@ def broker(
         str,
         typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry of the cluster."),
     ],
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
-    ] = LISTEN_DEFAULT,
+    listen: Listen = LISTEN_DEFAULT,
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -70,21 +69,8 @@ def broker(
     cache_mb: Annotated[
         int, typer.Option("--cache-mb", min=1, help="How much of the newest messages is kept in memory for readers.")
     ] = 256,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure", help="Listen on other addresses than loopback although everybody may do everything."
-        ),
-    ] = False,
-    auth: Annotated[
-        str | None,
-        typer.Option(
-            "--auth",
-            envvar="PXRS_AUTH",
-            metavar="FILE",
-            help="Refuse clients without a token of this file: pxrs token create.",
-        ),
-    ] = None,
+    insecure: Insecure = False,
+    auth: ClientTokens = None,
     token_file: Annotated[
         Path | None,
         typer.Option("--token-file", metavar="FILE", help="The token to show to storage nodes and other brokers."),
@@ -97,13 +83,8 @@ def broker(
         Path | None,
         typer.Option("--tls-cert", metavar="FILE", help="The broker's certificate, in PEM; with --tls-key."),
     ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, in PEM.")
-    ] = None,
-    tls_client_ca: Annotated[
-        Path | None,
-        typer.Option("--tls-client-ca", metavar="FILE", help="Refuse clients without a certificate of this authority."),
-    ] = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
     metrics_listen: MetricsListen = None,
     limit: Annotated[
         list[str] | None,

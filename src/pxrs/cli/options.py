@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,6 +42,30 @@ RegistryUrl = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
 ExistOk = Annotated[
     bool, typer.Option("--exist-ok", help="No error if it exists already, with exactly these settings.")
+]
+Listen = Annotated[
+    str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
+]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Listen on other addresses than loopback although everybody may do everything."),
+]
+ClientTokens = Annotated[
+    str | None,
+    typer.Option(
+        "--auth",
+        envvar="PXRS_AUTH",
+        metavar="FILE",
+        help="Refuse clients without a token of this file: pxrs token create.",
+    ),
+]
+"""The option --auth of the commands that clients connect to."""
+TlsKey = Annotated[
+    Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, in PEM.")
+]
+TlsClientCa = Annotated[
+    Path | None,
+    typer.Option("--tls-client-ca", metavar="FILE", help="Refuse clients without a certificate of this authority."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 

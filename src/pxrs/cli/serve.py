@@ -14,7 +14,7 @@ import typer
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import RegistryUrl, is_server, open_hub
+from pxrs.cli.options import ClientTokens, Insecure, Listen, RegistryUrl, TlsClientCa, TlsKey, is_server, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.cli.web import beside_server
 from pxrs.errors import InvalidArgument, MissingDependency
@@ -38,35 +38,15 @@ _DEFAULTS: Final = ServerLimits()
 def serve(
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The hub's directory, or memory:.")],
     registry: RegistryUrl = None,
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
-    ] = LISTEN_DEFAULT,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure", help="Listen on other addresses than loopback although everybody may do everything."
-        ),
-    ] = False,
-    auth: Annotated[
-        str | None,
-        typer.Option(
-            "--auth",
-            envvar="PXRS_AUTH",
-            metavar="FILE",
-            help="Refuse clients without a token of this file: pxrs token create.",
-        ),
-    ] = None,
+    listen: Listen = LISTEN_DEFAULT,
+    insecure: Insecure = False,
+    auth: ClientTokens = None,
     tls_cert: Annotated[
         Path | None,
         typer.Option("--tls-cert", metavar="FILE", help="The server's certificate, in PEM; with --tls-key."),
     ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, in PEM.")
-    ] = None,
-    tls_client_ca: Annotated[
-        Path | None,
-        typer.Option("--tls-client-ca", metavar="FILE", help="Refuse clients without a certificate of this authority."),
-    ] = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
     threads: Annotated[
         int, typer.Option("--threads", min=1, max=1_000, help="How many calls of the hub may run at a time.")
     ] = _DEFAULTS.threads,

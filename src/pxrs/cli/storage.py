@@ -15,6 +15,7 @@ from pxrs import registry as registries
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
+from pxrs.cli.options import Listen, TlsKey
 from pxrs.cli.serve import keep_beating, tls_credentials, with_limits
 from pxrs.cli.terminal import echo
 from pxrs.errors import InvalidArgument, LogError, MissingDependency, NodeFull
@@ -37,9 +38,7 @@ def storage(
     directory: Annotated[
         Path, typer.Option("--dir", metavar="DIRECTORY", help="Where the node keeps its entries; of this node alone.")
     ],
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
-    ] = LISTEN_DEFAULT,
+    listen: Listen = LISTEN_DEFAULT,
     advertise: Annotated[
         str | None,
         typer.Option("--advertise", metavar="HOST:PORT", help="The address for brokers, if --listen is not."),
@@ -61,9 +60,7 @@ def storage(
         Path | None,
         typer.Option("--tls-cert", metavar="FILE", help="The node's certificate, in PEM; with --tls-key."),
     ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, in PEM.")
-    ] = None,
+    tls_key: TlsKey = None,
     tls_client_ca: Annotated[
         Path | None,
         typer.Option("--tls-client-ca", metavar="FILE", help="Refuse brokers without a certificate of this authority."),

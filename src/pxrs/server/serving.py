@@ -7,11 +7,9 @@ closed. What is not answered within `drain_s` has an unknown outcome for its cli
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -26,6 +24,7 @@ from pxrs.hub import Hub
 from pxrs.publishing.staging.places import staging_of
 from pxrs.remote import wire
 from pxrs.remote.heap import keep_freed_blocks
+from pxrs.server.apart import running_apart
 from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.issuing import Issuer
 from pxrs.server.auth.names import HubNames
@@ -170,49 +169,10 @@ def grpc_options(connections_max: int, keepalive_s: float, keepalive_timeout_s: 
     ]
 
 
-def _nothing() -> None:
-    """Stands for the function that stops a server until it is started."""
-
-
 @contextmanager
 def serving(hub: Hub, settings: ServerSettings | None = None) -> Iterator[str]:
     """Run a server in front of this hub on a thread of its own, for the block. Gives its address, `pxrs://h:p`.
 
     For tests, and for programs that serve a hub that they use themselves."""
-    started: list[str | BaseException] = []
-    is_started = threading.Event()
-    stop: Callable[[], object] = _nothing
-
-    async def run() -> None:
-        nonlocal stop
-        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-        stop = functools.partial(loop.call_soon_threadsafe, stopped.set)
-        server = Server(hub, settings or ServerSettings())
-        await server.start()
-        started.append(f"pxrs://{server.address}")
-        is_started.set()
-        await stopped.wait()
-        await server.stop()
-
-    def serve() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:
-            if started:
-                raise
-            started.append(error)  # raised below, on the caller's thread
-        finally:
-            is_started.set()
-
-    thread = threading.Thread(target=serve, name="pxrs-serve", daemon=True)
-    thread.start()
-    is_started.wait()
-    (found,) = started
-    if isinstance(found, BaseException):
-        thread.join()
-        raise found
-    try:
-        yield found
-    finally:
-        stop()
-        thread.join()
+    with running_apart("pxrs-serve", lambda: Server(hub, settings or ServerSettings())) as server:
+        yield f"pxrs://{server.address}"

@@ -26,7 +26,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from pxrs.cluster import records
@@ -35,6 +34,7 @@ from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.opening import open_partition
 from pxrs.cluster.broker.partition import OwnedPartition
+from pxrs.cluster.broker.pools import ToldPool
 from pxrs.cluster.broker.view import Place, Seen
 from pxrs.cluster.placement import Candidate, choose, least_loaded
 from pxrs.cluster.records import NOBODY, OwnerRecord, TopicRecord
@@ -73,7 +73,7 @@ class Ownership:
         self._is_closed = False
         self._is_cut_off = False
         """While this broker stops: the registry does not answer, so that nothing can be released."""
-        self._pool = ThreadPoolExecutor(broker.settings.openings_max, "pxrs-opening")
+        self._pool = ToldPool(broker.settings.openings_max, "pxrs-opening")
         self._subscription = broker.view.subscribe(self._wake.set)
         self._thread: threading.Thread | None = None
 
@@ -295,7 +295,7 @@ class Ownership:
             self._broker.membership.tell_leaving()
         except PxrsError as error:
             _logger.warning("other brokers were not told that this one is stopping: %s", error)
-        with ThreadPoolExecutor(self._broker.settings.openings_max, "pxrs-releasing") as pool:
+        with ToldPool(self._broker.settings.openings_max, "pxrs-releasing") as pool:
             for place, partition in self.partitions().items():
                 pool.submit(self._release_last, place, partition)
 

@@ -22,7 +22,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -30,6 +29,7 @@ from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.decisions import Decisions
 from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.partition import OwnedPartition
+from pxrs.cluster.broker.pools import ToldPool
 from pxrs.cluster.broker.presence import Presence
 from pxrs.cluster.broker.repairing import Repairer
 from pxrs.cluster.broker.view import Place
@@ -102,7 +102,7 @@ class Repairs:
         self.counts = Counts()
         self._wake = threading.Event()
         self._is_closed = False
-        self._pool = ThreadPoolExecutor(broker.settings.repairs_max, "pxrs-repair")
+        self._pool = ToldPool(broker.settings.repairs_max, "pxrs-repair")
         self._subscription = broker.view.subscribe(self._wake.set)
         self._thread: threading.Thread | None = None
 

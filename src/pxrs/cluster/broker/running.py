@@ -7,7 +7,6 @@ brokers take the partitions at once; then the rest.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from pxrs.clock import SYSTEM, Clock
@@ -16,6 +15,7 @@ from pxrs.cluster.broker.log import ClusterLog
 from pxrs.cluster.broker.membership import LEASE_TTL_DEFAULT, Membership
 from pxrs.cluster.broker.nodes import NodeLinks
 from pxrs.cluster.broker.ownership import Ownership
+from pxrs.cluster.broker.pools import ToldPool
 from pxrs.cluster.broker.reading import LedgerReader
 from pxrs.cluster.broker.recent import Recent
 from pxrs.cluster.broker.repairs import Repairs
@@ -51,8 +51,8 @@ class RunningBroker:
         self._view = View(registry)
         self._view.start()
         self._links = NodeLinks(registry, self._view, links or LinkSettings())
-        self._crew = ThreadPoolExecutor(CREW_MAX, "pxrs-broker")
-        self._rollers = ThreadPoolExecutor(settings.openings_max, "pxrs-rolling")
+        self._crew = ToldPool(CREW_MAX, "pxrs-broker")
+        self._rollers = ToldPool(settings.openings_max, "pxrs-rolling")
         self._membership = Membership(registry, "", name, lease_ttl)
         self.broker = Broker(
             registry,

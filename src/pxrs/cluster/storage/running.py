@@ -11,8 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +30,7 @@ from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import CannotListen, PxrsError
 from pxrs.registry.contract import Registry
 from pxrs.remote.heap import keep_freed_blocks
+from pxrs.server.apart import running_apart
 from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.names import HubNames
 from pxrs.server.health import Health
@@ -177,40 +177,5 @@ class StorageServer:
 @contextlib.contextmanager
 def storing(registry: Registry, settings: StorageSettings) -> Iterator[StorageServer]:
     """Run a storage node on a thread of its own, for the block. For tests, and for clusters within one process."""
-    started: list[StorageServer | BaseException] = []
-    is_started = threading.Event()
-    stops: list[Callable[[], object]] = []
-
-    async def run() -> None:
-        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-        stops.append(functools.partial(loop.call_soon_threadsafe, stopped.set))
-        server = StorageServer(registry, settings)
-        await server.start()
-        started.append(server)
-        is_started.set()
-        await stopped.wait()
-        await server.stop()
-
-    def serve() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:
-            if started:
-                raise
-            started.append(error)  # raised below, on the caller's thread
-        finally:
-            is_started.set()
-
-    thread = threading.Thread(target=serve, name="pxrs-storage", daemon=True)
-    thread.start()
-    is_started.wait()
-    (found,) = started
-    if isinstance(found, BaseException):
-        thread.join()
-        raise found
-    try:
-        yield found
-    finally:
-        for stop in stops:
-            stop()
-        thread.join()
+    with running_apart("pxrs-storage", lambda: StorageServer(registry, settings)) as server:
+        yield server
