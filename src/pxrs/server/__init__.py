@@ -5,6 +5,7 @@
 | `settings` | the bounds of all that clients can make the server hold (W5) |
 | `serving` | starts and stops the server; drains it |
 | `service` | maps the methods of Arrow Flight to the modules below; errors become gRPC statuses |
+| `apart` | runs a server on a thread of its own |
 | `health` | gRPC's health checking |
 | `control`, `waits` | one control stream: calls; watches and subscriptions |
 | `served` | what the server stands in front of |

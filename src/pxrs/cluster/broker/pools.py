@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ToldPool(ThreadPoolExecutor):
-    """As its base. An exception that a function raises is logged, because nobody asks for the function's result."""
+    """A ThreadPoolExecutor that logs the exception of a submitted function: no caller reads the function's result."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = super().submit(fn, *args, **kwargs)
