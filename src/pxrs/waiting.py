@@ -31,7 +31,19 @@ not start a thread each time; bounded, so that an object that was never closed d
 FAILED_PAUSE_S: Final = 1.0
 """How long a `BackgroundThread` pauses after a step that failed unexpectedly."""
 
+SIGNAL_S: Final = 1.0
+"""How late the handler of a signal may run in a main thread that waits with `wait_for_signal`."""
+
 _Found = TypeVar("_Found")
+
+
+def wait_for_signal(event: threading.Event) -> None:
+    """Wait until the event is set, by the handler of a signal or by another thread.
+
+    A wait without a timeout can last for ever: Python runs signal handlers in the main thread only, and a signal does
+    not wake that thread if it comes just before the wait begins, or if the system gives it to another thread."""
+    while not event.wait(SIGNAL_S):
+        pass
 
 
 class Subscription:

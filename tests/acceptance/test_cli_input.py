@@ -230,7 +230,7 @@ def test_a_second_ctrl_c_does_not_wait_for_an_append_that_is_blocked(data: Path)
             out, errors = process.communicate(timeout=30)  # the append is tried for longer than a minute
         finally:
             process.kill()
-    assert (process.returncode, out) == (INTERRUPTED, "noted\n")
+    assert (process.returncode, out) == (INTERRUPTED, "noted\n"), errors
     assert errors.startswith("interrupted again: how many of ")
     assert errors.count("\n") == 1
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pxrs import registry, waiting
 from pxrs.clock import ManualClock
+from pxrs.producer.condition import Condition
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.testing.waiting import aside, eventually
-from pxrs.waiting import BackgroundThread, Callback, Cancel, Subscribers, Subscription, wait_for
+from pxrs.waiting import BackgroundThread, Callback, Cancel, Subscribers, Subscription, wait_for, wait_for_signal
 
 BOUND_S = 30.0
 
@@ -261,3 +264,36 @@ SQLITE_DESCRIPTORS = 3
 
 def count_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def _signal_for_another_thread() -> Iterator[threading.Event]:
+    """Sets the event in the handler of SIGUSR1, which the system gives to a thread that is not the main thread."""
+    assert threading.current_thread() is threading.main_thread()
+    is_handled, is_over = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: is_handled.set())
+    receiver = threading.Thread(target=is_over.wait)  # started while the signal is not blocked: so it receives it
+    receiver.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    killer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    killer.start()
+    try:
+        yield is_handled
+    finally:
+        killer.join()
+        is_over.set()
+        receiver.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_another_thread_receives_ends_the_wait_of_the_main_thread() -> None:
+    begun = time.monotonic()
+    with _signal_for_another_thread() as is_handled:
+        late = threading.Timer(BOUND_S, is_handled.set)
+        late.start()
+        wait_for_signal(is_handled)
+        late.cancel()
+    with _signal_for_another_thread() as is_handled:
+        Condition().wait_for(is_handled.is_set, timeout=BOUND_S)
+    assert time.monotonic() - begun < BOUND_S

@@ -14,6 +14,7 @@ from pxrs.cli.monitoring import monitored
 from pxrs.cli.options import MaybeAt, RegistryUrl, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.metrics.health import always
+from pxrs.waiting import wait_for_signal
 
 LISTEN_DEFAULT: Final = "127.0.0.1:9465"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -44,7 +45,7 @@ def metrics(
             closing(KeptReading(lambda: HubReading(hub).read(), keep_s)) as kept,
             monitored(listen, live=always, ready=kept.ready, tell=echo, read=kept.parts),
         ):
-            stop.wait()
+            wait_for_signal(stop)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -16,6 +16,7 @@ from pxrs.cli.listening import check_listen
 from pxrs.cli.options import MaybeAt, RegistryUrl, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.errors import InvalidArgument, MissingDependency
+from pxrs.waiting import wait_for_signal
 
 if TYPE_CHECKING:
     from pxrs.hub import Hub
@@ -60,7 +61,7 @@ def web(
         _page(hub, listen, token, tuple(allow_host or ()), insecure=insecure) as url,
     ):
         echo(f"showing {hub.url} at {url}")
-        stop.wait()
+        wait_for_signal(stop)
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-_WAIT_S_MAX: Final = 86_400.0
-"""The longest single wait for a lock: the system limits it. Then the condition is checked, and the wait goes on."""
+_WAIT_S_MAX: Final = 1.0
+"""The longest single wait for a lock. Then the condition is checked, and the wait goes on. Python runs the handler of a
+signal only between two waits if the signal came just before the wait, or to another thread: so Ctrl-C during `flush`
+takes effect within this time."""
 
 
 class Condition:

@@ -38,6 +38,7 @@ from pxrs.limited_log import LimitedLog
 from pxrs.queue.handle import QueueHandle
 from pxrs.queue.items import Item
 from pxrs.queue.transaction import Outcome, Transaction
+from pxrs.waiting import wait_for_signal
 
 _logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class QueueListener:
         listener, such as UnknownQueue if the queue was deleted, or Closed if the hub was closed."""
         self.start()
         try:
-            self._all_done.wait()
+            wait_for_signal(self._all_done)
         finally:
             self._stop_and_wait()
         self._raise_failure()
