@@ -11,6 +11,8 @@ BENCH_GB ?= 1
 SEEDS ?= 1000
 FIRST ?= 0
 BENCH_READY := $(VENV)/.bench-ready
+# Classes that Java maps into memory when a test starts Spark, instead of reading them from Spark's jars.
+JAVA_ARCHIVE := $(VENV)/java-archive/.ready
 MADE := $(VENV)/pyvenv.cfg
 PYTEST := $(BIN)/python -m pytest
 # Tests start hundreds of Python processes. Where this variable is set, each of them compiles all of pxrs anew.
@@ -40,8 +42,13 @@ $(BENCH_READY): $(READY)
 demo: $(READY) ## Show what it does: a kill, a zombie, a Spark pipeline, an exact account
 	$(BIN)/pxrs demo
 
-# Four at a time on two cores, a file each: most of them wait for a server, a lease or a disk.
-test: lint types $(READY) ## Run every test, with real servers
+$(JAVA_ARCHIVE): $(READY) tests/java_archive.py
+	@$(BIN)/python -m tests.java_archive
+	@touch $@
+
+# Four at a time on two cores, a file each: many of them wait for a server or a lease.
+test: $(READY) ## Run every test, with real servers
+	@$(MAKE) --no-print-directory --jobs 3 lint types $(JAVA_ARCHIVE)
 	$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder $(SUITES)
 
 check: lint types unit ## Lint, types and unit tests: under a minute

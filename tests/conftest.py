@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import typer.main
 
+from tests import java_archive, temporary_files
+
 # A failed `assert` of a module that lies beside the tests shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.acceptance", "tests.integration", "tests.unit")
 
-# Tests start many a JVM for a short time: they compile quickly rather than well.
-os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+java_archive.use(os.environ)
+temporary_files.use_memory()
 # pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

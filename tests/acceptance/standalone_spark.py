@@ -18,7 +18,7 @@ from pxrs.testing.servers.process import PROBE_S_MAX
 
 
 class _Daemon(Server):
-    """A daemon of a standalone cluster. `home` is a home of Spark, and executors work in it."""
+    """A daemon of a standalone cluster. `home` is a home of Spark."""
 
     scheme = "spark"
 

@@ -126,7 +126,10 @@ class Chaos(ExitStack):
         self.random = random.Random(self.seed)
         self.registry = self.random.choice(REGISTRIES) if registry == "any" else registry
         self.folder, self.master = folder, master
-        self.variables = environment(folder / "spark", folder / "local")
+        # Executors of a local cluster work in the home, others in a folder of their worker.
+        shared = None if master == LOCAL_CLUSTER else os.environ.get("SPARK_HOME")
+        self.home = Path(shared or folder / "spark")
+        self.variables = environment(self.home, folder / "local")
         self.is_served = is_served
         self.server: HubServer | None = None
         self.audit = folder / "audit"
@@ -140,19 +143,20 @@ class Chaos(ExitStack):
 
     def __enter__(self) -> Self:
         try:
-            self._prepare(self.folder / "spark")
+            self._prepare()
         except BaseException:
             self.close()
             raise
         return self
 
-    def _prepare(self, home: Path) -> None:
+    def _prepare(self) -> None:
         (self.folder / "local").mkdir()
-        home.mkdir()
-        assert link_home(home)  # the daemons write their files into the folder of the test
+        if not self.home.exists():
+            self.home.mkdir()
+            assert link_home(self.home)
         if self.master == "standalone":
-            spark = self.enter_context(SparkMaster(home, self.variables))
-            self.worker = self.enter_context(SparkWorker(spark, home, self.variables | self.audited()))
+            spark = self.enter_context(SparkMaster(self.home, self.variables))
+            self.worker = self.enter_context(SparkWorker(spark, self.home, self.variables | self.audited()))
             self.master = spark.url
         address = self._start_registry()
         if self.is_served:
