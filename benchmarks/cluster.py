@@ -12,7 +12,6 @@ import argparse
 import functools
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,8 +25,9 @@ from rich.table import Table
 
 import pxrs
 from benchmarks.cluster_peers import NatsCluster
-from benchmarks.log.workload import PARTITIONS, ROWS, Row, pairs, records
+from benchmarks.log.workload import PARTITIONS, ROWS, Row, pairs, records, send_all
 from benchmarks.measure import compare
+from benchmarks.tables import Part, print_rows
 from pxrs.errors import PxrsError
 from pxrs.testing.servers import EtcdServer, HubServer, Server
 
@@ -79,7 +79,7 @@ class Processes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
-    parts: dict[str, Callable[[Path], Iterator[Row]]] = {
+    parts: dict[str, Part] = {
         "messages": messages,
         "batches": batches,
         "reads": reads,
@@ -88,18 +88,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*parts, "costs", []], help="which to run; all if none is named")
     chosen = parser.parse_args().parts or [*parts, "costs"]
     console = Console()
-    title = "three copies, two acknowledgements, synced; messages a second"
-    table = Table("what", "reference", title=title, header_style="bold")
-    for column in ("ours/s", "reference/s", "ratio", "wanted"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name in parts:
-        if name in chosen:
-            with console.status(f"measuring {name}"), tempfile.TemporaryDirectory() as folder:
-                for row in parts[name](Path(folder)):
-                    ours, theirs = f"{row.figure.ours_per_s:,.0f}", f"{row.figure.reference_per_s:,.0f}"
-                    table.add_row(row.what, row.reference, ours, theirs, f"{row.figure.ratio:.2f}x", row.wanted)
-    if table.rows:
-        console.print(table)
+    print_rows(console, "three copies, two acknowledgements, synced; messages a second", parts, chosen)
     if "costs" in chosen:
         with console.status("measuring the CPU time of each process"):
             console.print(costs())
@@ -113,7 +102,7 @@ def messages(folder: Path) -> Iterator[Row]:
         local = stack.enter_context(pxrs.open(folder / "data"))
         cluster.create_topic("t")
         local.create_topic("t", PARTITIONS)
-        ways = [_send(stack.enter_context(hub.producer("t")), given) for hub in (cluster.hub, local)]
+        ways = [send_all(stack.enter_context(hub.producer("t")), given) for hub in (cluster.hub, local)]
         figure = compare(*ways, times=1, rounds=7).times(MESSAGES)
         yield Row("send() + flush", "a log in a directory, synced", figure, "0.4x")
 
@@ -162,20 +151,11 @@ def peers(folder: Path) -> Iterator[Row]:
         for synced in (False, True):
             nats = stack.enter_context(NatsCluster(given, is_synced=synced))
             kind = "NATS JetStream, 3 replicas" + (", synced" if synced else ", synced every 2 minutes")
-            figure = compare(_send(out, given), nats.publish, times=1, rounds=3).times(PEER_MESSAGES)
+            figure = compare(send_all(out, given), nats.publish, times=1, rounds=3).times(PEER_MESSAGES)
             yield Row("send() + flush", f"{kind}: async publish", figure)
             figure = compare(_consume(cluster.hub, PEER_MESSAGES), nats.fetch, times=1, rounds=3).times(PEER_MESSAGES)
             yield Row("a group reads and commits", f"{kind}: fetch + ack", figure)
             nats.close()
-
-
-def _send(producer: pxrs.Producer, given: list[tuple[bytes, bytes]]) -> Callable[[], None]:
-    def work() -> None:
-        for key, value in given:
-            producer.send(value, key)
-        producer.flush()
-
-    return work
 
 
 def _send_batches(producer: pxrs.Producer) -> Callable[[], None]:
@@ -258,7 +238,7 @@ def costs() -> Table:
                 for _ in range(3):  # more than the broker keeps of what it has read from nodes
                     _send_batches(out)()
             else:
-                table.add_row("send() + flush", *_costs(cluster, _send(out, given), MESSAGES, size))
+                table.add_row("send() + flush", *_costs(cluster, send_all(out, given), MESSAGES, size))
             topic = cluster.hub.topic("t")
             read = functools.partial(_drain, topic)
             table.add_row(f"read Arrow batches from {place}", *_costs(cluster, read, sum(topic.log.ends()), size))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,8 +26,9 @@ from rich.table import Table
 import pxrs
 from benchmarks.flight_peer import peer
 from benchmarks.log.servers import NatsServer, RedisServer
-from benchmarks.log.workload import PARTITIONS, ROWS, Row, pairs, records
+from benchmarks.log.workload import PARTITIONS, ROWS, Row, pairs, records, send_all
 from benchmarks.measure import compare
+from benchmarks.tables import Part, print_rows
 from pxrs.log.batch import SCHEMA
 from pxrs.testing.servers import HubServer
 
@@ -41,22 +41,12 @@ SPARK_ROWS = 4_000_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
-    parts: dict[str, Callable[[Path], Iterator[Row]]] = {"batches": batches, "messages": messages, "peers": peers}
+    parts: dict[str, Part] = {"batches": batches, "messages": messages, "peers": peers}
     parts["spark"] = spark
     parser.add_argument("parts", nargs="*", choices=[*parts, "trips", []], help="which to run; all if none is named")
     chosen = parser.parse_args().parts or [*parts, "trips"]
     console = Console()
-    table = Table("what", "reference", title="through a server on loopback, messages a second", header_style="bold")
-    for column in ("ours/s", "reference/s", "ratio", "wanted"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name in parts:
-        if name in chosen:
-            with console.status(f"measuring {name}"), tempfile.TemporaryDirectory() as folder:
-                for row in parts[name](Path(folder)):
-                    ours, theirs = f"{row.figure.ours_per_s:,.0f}", f"{row.figure.reference_per_s:,.0f}"
-                    table.add_row(row.what, row.reference, ours, theirs, f"{row.figure.ratio:.2f}x", row.wanted)
-    if table.rows:
-        console.print(table)
+    print_rows(console, "through a server on loopback, messages a second", parts, chosen)
     if "trips" in chosen:
         with console.status("measuring round trips"):
             console.print(trips())
@@ -132,22 +122,13 @@ def messages(folder: Path) -> Iterator[Row]:
         sends, iterations = [], []
         for hub in hubs:
             hub.create_topic("t", PARTITIONS)
-            sends.append(_send(stack.enter_context(hub.producer("t")), given))
+            sends.append(send_all(stack.enter_context(hub.producer("t")), given))
         figure = compare(*sends, times=1, rounds=7).times(MESSAGES)
         yield Row("send() + flush", "the same without a server", figure, "0.8x")
         for hub in hubs:
             iterations.append(_iterate(hub.topic("t")))
         figure = compare(*iterations, times=1, rounds=3).times(sum(hubs[0].topic("t").log.ends()))
         yield Row("iterate messages", "the same without a server", figure, "0.7x")
-
-
-def _send(producer: pxrs.Producer, given: list[tuple[bytes, bytes]]) -> Callable[[], None]:
-    def work() -> None:
-        for key, value in given:
-            producer.send(value, key)
-        producer.flush()
-
-    return work
 
 
 def _iterate(topic: pxrs.TopicHandle) -> Callable[[], None]:
@@ -165,7 +146,7 @@ def peers(folder: Path) -> Iterator[Row]:
     with ExitStack() as stack:
         hub = stack.enter_context(pxrs.open(stack.enter_context(HubServer()).url))
         hub.create_topic("t", PARTITIONS)
-        send = _send(stack.enter_context(hub.producer("t")), given)
+        send = send_all(stack.enter_context(hub.producer("t")), given)
         client: Any = redis.Redis(*_place(stack.enter_context(RedisServer())))
 
         def add() -> None:

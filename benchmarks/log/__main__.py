@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.log import embedded, nats_jetstream, opening, reading, redis_streams, sending, waking
-from benchmarks.log.workload import Row
-
-Part = Callable[[Path], Iterator[Row]]
+from benchmarks.tables import Part, print_rows, rate
 
 
 def main() -> None:
@@ -35,19 +30,8 @@ def main() -> None:
         raise SystemExit(f"no part {', '.join(sorted(unknown))}; choose from {', '.join((*rates, *times))}")
     console = Console()
     title = "the log in a directory, messages a second: an embedded log, synced; Redis and NATS are servers, not synced"
-    for table_title, parts, show in ((title, rates, _rate), ("the log in a directory, time for one", times, _time)):
-        chosen = [name for name in parts if not options.parts or name in options.parts]
-        if not chosen:
-            continue
-        table = Table("what", "reference", title=table_title, header_style="bold")
-        for column in ("ours" + show(None), "reference" + show(None), "ratio", "wanted"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for name in chosen:
-            with console.status(f"measuring {name}"), tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                for row in parts[name](Path(folder)):
-                    ours, reference = show(row.figure.ours_per_s), show(row.figure.reference_per_s)
-                    table.add_row(row.what, row.reference, ours, reference, f"{row.figure.ratio:.2f}x", row.wanted)
-        console.print(table)
+    for table_title, parts, show in ((title, rates, rate), ("the log in a directory, time for one", times, _time)):
+        print_rows(console, table_title, parts, options.parts or parts, show, options.folder)
 
 
 def _options() -> argparse.Namespace:
@@ -56,10 +40,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the partition that is opened")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; the system's temporary one by default")
     return parser.parse_args()
-
-
-def _rate(per_s: float | None) -> str:
-    return "/s" if per_s is None else f"{per_s:,.0f}"
 
 
 def _time(per_s: float | None) -> str:
