@@ -133,6 +133,7 @@ def test_p6_staged_rows_get_the_copies_of_a_lost_node_back_and_are_published_exa
         assert cluster.brokers[0].broker.registry.scan(staged.STAGED) == []
         if rule == "one broker":
             check_that_a_removed_file_stays_removed(cluster, place)
+            check_that_one_broker_finds_a_file_beside_a_damaged_record(cluster, place)
 
 
 def check_that_a_removed_file_stays_removed(cluster: SmallCluster, place: ClusterStaging) -> None:
@@ -151,3 +152,16 @@ def check_that_a_removed_file_stays_removed(cluster: SmallCluster, place: Cluste
     place.clear(TOPIC.id, "q", 4)
     assert isinstance(repairer.run(), Ended)
     assert broker.registry.get(key) is None
+
+
+def check_that_one_broker_finds_a_file_beside_a_damaged_record(cluster: SmallCluster, place: ClusterStaging) -> None:
+    name = place.stage(TOPIC, "q", 5, 0, [rows(b"v")]).name
+    assert name is not None
+    registry = cluster.brokers[0].broker.registry
+    registry.commit(put={staged.StagedName(TOPIC.id, "q", 5, "00000-damaged").key: b"[]"})
+    found = []
+    for each in cluster.brokers:
+        ledgers = StagedLedgers(each.broker)
+        assert ledgers.look(0.0) == [], "a file that is seen for the first time may be gone soon"
+        found += [record.id for _, record in ledgers.look(10.0)]
+    assert found == [staged.StagedName(TOPIC.id, "q", 5, name).ledger().id]

@@ -215,7 +215,7 @@ class Repairs:
         try:
             entry = self._broker.registry.get(known.key)
             if entry is None:
-                return  # retention, the deletion of the topic, or whoever has published staged rows, has removed it
+                return  # removed by retention, with its topic, or because the staged rows were published
             record = LedgerRecord.parse(entry.key, entry.value)
             repairer = Repairer(self._broker, owner, record, entry.version, live, spares)
             with self._lock:
@@ -223,6 +223,8 @@ class Repairs:
                     return
                 self._jobs[ledger] = repairer
             ended = repairer.run()
+            if isinstance(ended, Ended) and self._broker.registry.get(known.key) is None:
+                return  # the same, while it was repaired: no failure
             owner.repaired(repairer.record)
             is_done = isinstance(ended, Repaired) and not ended.shortages
             self._tell(owner, record, repairer, ended, time.monotonic() - began)

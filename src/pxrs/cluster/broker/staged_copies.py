@@ -7,6 +7,7 @@ be old, if another broker thought for a while that it was the keeper: a repair b
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +18,19 @@ from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import TopicRecord
 from pxrs.cluster.staged import StagedFile, StagedName
+from pxrs.errors import RegistryCorrupt
 from pxrs.events.model import Json
+from pxrs.registry.contract import Entry
+
+_logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
 """How often the files are listed, unless `copies_grace_s` is shorter."""
 PAUSE_S_MAX: Final = 60.0
 """How often at least the ledger of a file that is not finished is read. It may be written, or its writer has died: then
 a sweep removes it by its age."""
+DAMAGED_MAX: Final = 100
+"""How many damaged records are logged."""
 READS_MAX: Final = 500
 """How many ledgers are read at one look. The others are read at the next ones."""
 
@@ -51,13 +58,15 @@ class StagedLedgers:
         """When the files are listed again, on the monotonic clock."""
         self._files: dict[str, _File] = {}
         """By ledger."""
+        self._damaged: set[str] = set()
+        """The keys of damaged records that were logged."""
 
     def look(self, now: float) -> list[tuple[StagedOwner, LedgerRecord]]:
         """The closed ledgers that fall to this broker, of topics that are there. now: on the monotonic clock. Raises
         what the registry raises."""
         if now >= self._next:
-            self._list(now)
             self._next = now + self._every_s
+            self._list(now)
         topics = self.topics()
         with self._lock:
             files = [(file.name, file.record) for file in self._files.values() if file.record is not None]
@@ -83,20 +92,43 @@ class StagedLedgers:
         registry = self._broker.registry
         found: dict[str, _File] = {}
         for entry in registry.scan(staged.STAGED):
-            ledger = StagedFile.parse(entry.key, entry.value).ledger
-            if self.is_mine(ledger):
+            ledger = self._ledger_of(entry)
+            if ledger is not None and self.is_mine(ledger):
                 known = self._files.get(ledger)
                 found[ledger] = known or _File(StagedName.of_key(entry.key), now + self._every_s, self._every_s)
         with self._lock:
             self._files = found
         unread = [file for file in found.values() if file.record is None and file.due <= now]
         for file in sorted(unread, key=lambda file: file.due)[:READS_MAX]:
-            read = registry.get(file.name.ledger().key)
-            record = None if read is None else LedgerRecord.parse(read.key, read.value)
             with self._lock:
-                file.record = record if record is not None and record.is_closed else None
                 file.pause_s = min(file.pause_s * 2, PAUSE_S_MAX)
                 file.due = now + file.pause_s
+            record = self._read(file.name.ledger().key)
+            with self._lock:
+                file.record = record
+
+    def _ledger_of(self, entry: Entry) -> str | None:
+        """None if the record is damaged, which is logged once and does not keep other files from being looked at."""
+        try:
+            return StagedFile.parse(entry.key, entry.value).ledger
+        except RegistryCorrupt as error:
+            self._tell_damaged(entry.key, error)
+            return None
+
+    def _read(self, key: str) -> LedgerRecord | None:
+        """The record of a ledger that is closed; None if it is not, is gone, or is damaged."""
+        entry = self._broker.registry.get(key)
+        try:
+            record = None if entry is None else LedgerRecord.parse(entry.key, entry.value)
+        except RegistryCorrupt as error:
+            self._tell_damaged(key, error)
+            return None
+        return record if record is not None and record.is_closed else None
+
+    def _tell_damaged(self, key: str, error: RegistryCorrupt) -> None:
+        if key not in self._damaged and len(self._damaged) < DAMAGED_MAX:
+            self._damaged.add(key)
+            _logger.error("staged rows get no more copies, because their record is damaged: %s", error)
 
 
 class StagedOwner:
