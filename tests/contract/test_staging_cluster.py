@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ import pxrs
 from pxrs.cluster import records
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.staged import FEEDS, KEPT, STAGED, StagedName
-from pxrs.errors import BatchRefused, NotPermitted, TopicDeleted
+from pxrs.errors import BatchRefused, NotPermitted, OutcomeUnknown, TopicDeleted
 from pxrs.log.batch import encode
 from pxrs.model import Topic
 from pxrs.publishing.staging.contract import Staging
@@ -156,6 +157,30 @@ def test_k5_a_file_whose_broker_died_counts_for_nothing_and_is_swept_after_a_day
     assert ledgers(registry) == []
     assert file.finish().name == name, "as if another driver had published the batch and removed its files"
     assert not one.make_durable(TOPIC.id, "q", 0, [name])
+
+
+def test_k5_a_file_is_finished_although_another_broker_has_changed_its_ledger_before_the_reply_came(
+    cluster: SmallCluster, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = cluster.brokers[0].hub.log.staging  # type: ignore[attr-defined]
+    file = staging.create(TOPIC, "q", 0, 0)
+    file.add(Piece(0, encode(rows_of([b"v"]))))
+    key = file.name.ledger().key
+    commit = registry.commit
+
+    def lost(expect: Mapping[str, int] = {}, put: Mapping[str, bytes] = {}, **rest: Any) -> Mapping[str, int]:
+        """The reply to the commit that closes the ledger is lost. Until it is made again, a repair has ended."""
+        versions = commit(expect, put, **rest)
+        if key not in put or not LedgerRecord.parse(key, put[key]).is_closed:
+            return versions
+        monkeypatch.undo()
+        changed = replace(LedgerRecord.parse(key, put[key]), recovery=7)
+        commit({key: versions[key]}, {key: changed.dump()})
+        raise OutcomeUnknown("the reply was lost")
+
+    monkeypatch.setattr(registry, "commit", lost)
+    assert file.finish().rows == 1
+    assert staging.make_durable(TOPIC.id, "q", 0, [file.name.file])
 
 
 def test_a_large_file_goes_through_bounded_memory_and_comes_back_in_order(

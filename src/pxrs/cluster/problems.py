@@ -43,12 +43,10 @@ def problems(found: ClusterStatus) -> Iterator[Attention]:
 
 
 def _shortages(found: ClusterStatus) -> Iterator[Attention]:
-    names = {each.id: each.name for each in found.topics}
     alive = {node.id for node in found.nodes if node.is_alive}
     lacking = [each for each in found.under_replicated if any(one.why != UNCHECKED for one in each.shortages)]
     for ledger in sorted(lacking, key=lambda each: live_copies(each, alive))[:LEDGERS_MAX]:
-        place = f"{names.get(ledger.topic_id, short(ledger.topic_id))}/{ledger.partition}, ledger {ledger.number}"
-        yield Attention(True, "ledger", ledger.id, f"{place} lacks copies: {_reasons(ledger)}")
+        yield Attention(True, "ledger", ledger.id, f"{_place(ledger)} lacks copies: {_reasons(ledger)}")
     if len(lacking) > LEDGERS_MAX:
         yield Attention(
             True, "cluster", "", f"copies are also lacking in {counted(len(lacking) - LEDGERS_MAX, 'more ledger')}"
@@ -56,6 +54,20 @@ def _shortages(found: ClusterStatus) -> Iterator[Attention]:
     if unchecked := len(found.under_replicated) - len(lacking):
         text = f"{counted(unchecked, 'ledger')} to be checked: a broker looks whether all copies are there"
         yield Attention(False, "cluster", "", text)
+
+
+def _place(ledger: LedgerStatus) -> str:
+    if ledger.query is not None:
+        return f"a file that query {ledger.query} has staged for {ledger.topic}"
+    return f"{ledger.topic}/{ledger.partition}, ledger {ledger.number}"
+
+
+def titled(ledger: LedgerStatus) -> str:
+    """The ledger in a list: topic, partition and number, or whose rows it has."""
+    topic = ledger.topic or short(ledger.topic_id)
+    if ledger.query is not None:
+        return f"{topic}, staged by {ledger.query}"
+    return f"{topic}/{ledger.partition}/{ledger.number}"
 
 
 def live_copies(ledger: LedgerStatus, alive: set[str]) -> int:

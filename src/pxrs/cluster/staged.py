@@ -10,13 +10,17 @@ A staged file is a ledger of its own, with the topic's quorum. Entry 0 says whos
 one piece: a head (`piece_head`) and the encoded batch. The file is finished when its ledger is closed; nobody recovers
 one that was never closed. The records of the file and of its ledger are made in one commit and removed in one commit,
 so the storage nodes collect the ledger when the file is removed (C5).
+
+A file may wait for days to be published. No broker owns it, so `keeper` says which one gives a finished file the copies
+back that its ledger has lost. Two brokers that disagree about who is there are kept apart by the ledger's record: every
+commit of a repair expects it, and a file that was removed has none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
@@ -139,6 +143,12 @@ def feed_key(query: str, batch: int, run: str, feed: Feed) -> str:
 
 def batch_of_feed(key: str) -> int:
     return int(key.rpartition("/")[2].partition("-")[0])
+
+
+def keeper(ledger: str, brokers: Collection[str]) -> str | None:
+    """Which of these brokers keeps the copies of a staged file's ledger; None if there is no broker. When a broker
+    comes or goes, only the ledgers that fall to it, or were its own, get another keeper (rendezvous hashing)."""
+    return max(brokers, key=lambda broker: hashlib.sha256(f"{broker}\0{ledger}".encode()).digest(), default=None)
 
 
 def kept_key(topic: str) -> str:

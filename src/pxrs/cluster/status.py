@@ -28,6 +28,7 @@ from pxrs.cluster.records import (
     OwnerRecord,
     TopicRecord,
 )
+from pxrs.cluster.staged import STAGED, StagedFile, StagedName
 from pxrs.model import is_internal
 from pxrs.registry.contract import Registry
 
@@ -89,7 +90,7 @@ class TopicStatus:
     placement: str
     is_internal: bool
     under_replicated: int
-    """How many of its ledgers lack copies."""
+    """How many of its ledgers lack copies, with those of rows that Spark has staged for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,15 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatus:
+    """A ledger of a partition, or of rows that a task of Spark has staged."""
+
     id: str
     topic_id: str
+    """As in the ledger's id; for staged rows it begins with `staged-`."""
+    topic: str
+    """The name of the topic; empty if that was deleted."""
+    query: str | None
+    """The query of Spark that has staged the rows; None for a ledger of a partition."""
     partition: int
     number: int
     state: str
@@ -131,8 +139,8 @@ class LedgerStatus:
     abandoned: tuple[str, ...]
     """Nodes that an operator has decided to go on without: acknowledged entries may be lost."""
     shortages: tuple[Shortage, ...]
-    """None for a ledger of a topic that was deleted, or of rows that Spark has staged: it gets no more copies, and is
-    removed."""
+    """None for a ledger of a topic that was deleted, or of staged rows that is not closed. The first gets no more
+    copies, and is removed. So is the second if its writer has died, which nobody can see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +245,8 @@ class Found:
     deleted: Mapping[str, DeletedTopic] = field(default_factory=dict)
     abandoned: Mapping[str, Abandonment] = field(default_factory=dict)
     """By ledger, as in its key."""
+    staged: Mapping[str, StagedName] = field(default_factory=dict)
+    """By the id of the ledger that has the rows."""
 
 
 def read_status(registry: Registry) -> ClusterStatus:
@@ -256,6 +266,10 @@ def read_status(registry: Registry) -> ClusterStatus:
             scan(records.LEDGERS, LedgerRecord.parse).values(),
             scan(records.DELETED, DeletedTopic.parse),
             scan(records.ABANDONED, Abandonment.parse),
+            {
+                StagedFile.parse(entry.key, entry.value).ledger: StagedName.of_key(entry.key)
+                for entry in registry.scan(STAGED)
+            },
         )
     )
 
@@ -264,7 +278,7 @@ def assemble(found: Found) -> ClusterStatus:
     """The status, from what was read."""
     names = {record.topic.id: name for name, record in found.topics.items()}
     ledgers = [_ledger(record, names, found) for record in found.ledgers]
-    short = Counter(ledger.topic_id for ledger in ledgers if ledger.shortages)
+    short = Counter(ledger.topic for ledger in ledgers if ledger.shortages)
     left = Counter(ledger.topic_id for ledger in ledgers)
     unclosed = {ledger.id for ledger in ledgers if ledger.state != CLOSED}
     return ClusterStatus(
@@ -281,7 +295,7 @@ def assemble(found: Found) -> ClusterStatus:
                 record.quorum.ack_quorum,
                 record.placement,
                 is_internal(name),
-                short[record.topic.id],
+                short[name],
             )
             for name, record in sorted(found.topics.items())
         ),
@@ -368,9 +382,14 @@ def _partitions(found: Found, ledgers: list[LedgerStatus]) -> tuple[PartitionSta
 
 
 def _ledger(record: LedgerRecord, names: Mapping[str, str], found: Found) -> LedgerStatus:
+    file = found.staged.get(record.id)
+    topic = names.get(record.topic_id if file is None else file.topic, "")
+    has_shortages = topic and (file is None or record.is_closed)
     return LedgerStatus(
         record.id,
         record.topic_id,
+        topic,
+        None if file is None else file.query,
         record.partition,
         record.number,
         record.state,
@@ -381,7 +400,7 @@ def _ledger(record: LedgerRecord, names: Mapping[str, str], found: Found) -> Led
         tuple((fragment.first, fragment.nodes) for fragment in record.fragments),
         record.is_complete,
         record.abandoned,
-        tuple(_shortages(record, names[record.topic_id], found)) if record.topic_id in names else (),
+        tuple(_shortages(record, topic, found)) if has_shortages else (),
     )
 
 

@@ -173,6 +173,12 @@ _EVENTS: Final = (
         ("topic", "topic_id", "partition", "ledger", "entries", "nodes", "seconds", "left"),
     ),
     Kind(
+        "staged.repaired",
+        "rows that query {query} has staged for {topic}: ledger {ledger} got copies of {entries} entries in {seconds} "
+        "s; {left} places lack one",
+        ("topic", "topic_id", "query", "batch", "ledger", "entries", "nodes", "seconds", "left"),
+    ),
+    Kind(
         ADOPTED_REGISTRY,
         "the hub belongs to the registry {registry} now: the epochs of its groups are those of that registry",
         ("registry", "former"),

@@ -271,8 +271,16 @@ BROKER_LACKING: Final = _metric(
     "pxrs.broker.lacking",
     "gauge",
     "{ledger}",
+    "kind",
+    "Closed ledgers that lack copies, or were not checked yet, and that the broker is to repair: of its partitions "
+    "(partition), or of rows that Spark has staged (staged).",
+)
+BROKER_REPAIRING: Final = _metric(
+    "pxrs.broker.repairing",
+    "gauge",
+    "{ledger}",
     "",
-    "Closed ledgers of the broker's partitions that lack copies, or were not checked yet.",
+    "Ledgers whose copies the broker is making anew or checking.",
 )
 BROKER_REPAIRS: Final = _metric(
     "pxrs.broker.repairs",
@@ -281,12 +289,26 @@ BROKER_REPAIRS: Final = _metric(
     "outcome",
     "Ledgers whose copies were made anew or checked: repaired, or failed, which is tried again.",
 )
+BROKER_REPAIR_FAILED: Final = _metric(
+    "pxrs.broker.repair_failed",
+    "gauge",
+    "s",
+    "",
+    "When a repair last failed, in seconds since 1970; no value if none has since the broker was started.",
+)
 BROKER_COPIED: Final = _metric(
     "pxrs.broker.copied",
     "counter",
     "By",
     "",
     "Bytes that were copied to other storage nodes.",
+)
+BROKER_COPIED_ENTRIES: Final = _metric(
+    "pxrs.broker.copied_entries",
+    "counter",
+    "{entry}",
+    "",
+    "Entries that were copied to other storage nodes.",
 )
 SPARK_BATCHES: Final = _metric(
     "pxrs.spark.batches", "counter", "{batch}", "query", "Micro-batches that Spark has finished."

@@ -50,7 +50,6 @@ class ClusterBook:
 
 def view(found: ClusterStatus) -> dict[str, Any]:
     """As JSON for the page."""
-    names = {each.id: each.name for each in found.topics}
     chosen = shown_ledgers(found)
     return {
         "cluster": found.id,
@@ -87,7 +86,7 @@ def view(found: ClusterStatus) -> dict[str, Any]:
             ]
         ],
         "partitions_total": len(found.partitions),
-        "ledgers": [_ledger(each, names) for each in chosen],
+        "ledgers": [_ledger(each) for each in chosen],
         "ledgers_total": len(found.ledgers),
         "lacking": len(found.under_replicated),
         "without_owner": len(found.without_owner),
@@ -128,7 +127,7 @@ def shown_ledgers(found: ClusterStatus) -> list[LedgerStatus]:
     return [*found.under_replicated, *(ledger for _, ledger in turns)][:LEDGERS_MAX]
 
 
-def _ledger(ledger: LedgerStatus, names: dict[str, str]) -> dict[str, Any]:
+def _ledger(ledger: LedgerStatus) -> dict[str, Any]:
     """copies: by the short id of a node, the state of its copy: `whole`, or why it is not."""
     copies = {short(node): "whole" for _, nodes in ledger.fragments for node in nodes if node is not None}
     for each in ledger.shortages:
@@ -137,7 +136,9 @@ def _ledger(ledger: LedgerStatus, names: dict[str, str]) -> dict[str, Any]:
         if each.copied_to is not None:
             copies[short(each.copied_to)] = "being copied"
     return {
-        "topic": names.get(ledger.topic_id, ""),
+        "id": ledger.id,
+        "topic": ledger.topic,
+        "query": ledger.query,
         "partition": ledger.partition,
         "number": ledger.number,
         "state": ledger.state,

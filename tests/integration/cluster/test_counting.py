@@ -38,6 +38,7 @@ def open_ledger(cluster: SmallCluster) -> LedgerRecord:
 def test_v2_a_broker_counts_its_entries_and_tells_of_a_node_that_fails(tmp_path: Path) -> None:
     before = {name: value(name) for name in ("pxrs.broker.confirmed", "pxrs.broker.confirm", "pxrs.broker.replaced")}
     repaired = value("pxrs.broker.repairs", "repaired")
+    copied = value("pxrs.broker.copied_entries"), value("pxrs.broker.copied")
     with small_cluster(tmp_path, nodes=4, brokers=1, settings=QUICK) as cluster, pxrs.open(cluster.url) as hub:
         hub.create_topic("orders", partitions=1)
         with hub.producer("orders") as producer:
@@ -55,6 +56,9 @@ def test_v2_a_broker_counts_its_entries_and_tells_of_a_node_that_fails(tmp_path:
             producer.send(b"without it").result(60)
         eventually(lambda: value("pxrs.broker.replaced") > before["pxrs.broker.replaced"])
         eventually(lambda: value("pxrs.broker.repairs", "repaired") > repaired)
+        eventually(lambda: value("pxrs.broker.copied_entries") >= copied[0] + 6)
+        assert value("pxrs.broker.copied") > copied[1]
+        eventually(lambda: value("pxrs.broker.lacking", "partition") == value("pxrs.broker.repairing") == 0)
 
         def told(name: str) -> list[dict[str, object]]:
             return [dict(event.fields) for event in hub.events() if event.name == name]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pxrs.cluster import records, status
 from pxrs.cluster.ledgers import CLOSED, Fragment, Joining, LedgerRecord, Quorum
+from pxrs.cluster.problems import problems, titled
 from pxrs.cluster.records import (
     CLUSTER_ID,
     RETIRED,
@@ -18,12 +19,15 @@ from pxrs.cluster.records import (
     OwnerRecord,
     TopicRecord,
 )
+from pxrs.cluster.staged import StagedFile, StagedName
 from pxrs.cluster.status import AWAY, NO_NODE, RETIRING, UNCHECKED, Found, assemble, read_status
 from pxrs.model import Topic
 from pxrs.registry import memory
 
 OPEN = LedgerRecord("t1", 0, 3, 1, Quorum(), 70, (Fragment(0, ("a", "b", "c")),))
 CLOSED_ONE = replace(OPEN, number=2, base=10, state=CLOSED, last=4, end=70, size=900, is_complete=True)
+STAGED = StagedName("t1", "q", 3, "00000-f")
+STAGED_LEDGER = replace(CLOSED_ONE, **STAGED.ledger()._asdict())
 FOUND = Found(
     id="c1",
     brokers={"i1": BrokerRecord("h:1", "first"), "i2": BrokerRecord("h:2")},
@@ -77,6 +81,25 @@ def test_p6_a_place_without_entries_lacks_nothing() -> None:
     assert len(assemble(replace(FOUND, ledgers=(is_open,))).shortages) == 1
 
 
+def test_p6_rows_that_spark_has_staged_lack_copies_too_once_their_file_is_finished() -> None:
+    finished, unfinished = StagedName("t1", "q", 3, "00000-f"), StagedName("t1", "q", 3, "00001-f")
+    nodes = (Fragment(0, ("a", "b", "d")),)
+    closed = replace(CLOSED_ONE, **finished.ledger()._asdict(), fragments=nodes)
+    is_open = replace(OPEN, **unfinished.ledger()._asdict(), fragments=nodes)
+    staged = {name.ledger().id: name for name in (finished, unfinished)}
+    found = assemble(replace(FOUND, ledgers=(closed, is_open), staged=staged))
+    assert [(each.ledger, each.topic, each.node, each.why) for each in found.shortages] == [
+        (closed.id, "orders", "d", AWAY)
+    ]
+    assert [(each.topic, each.query) for each in found.ledgers] == [("orders", "q")] * 2
+    assert (found.topics[0].under_replicated, found.partitions[0].under_replicated) == (1, 0)
+    assert next(problems(replace(found, partitions=()))).text == (
+        "a file that query q has staged for orders lacks copies: node d is away"
+    )
+    assert titled(found.ledgers[0]) == "orders, staged by q"
+    assert assemble(replace(FOUND, topics={}, ledgers=(closed,), staged=staged)).shortages == []
+
+
 def test_p7_what_is_left_of_deleted_topics_is_shown() -> None:
     found = assemble(replace(FOUND, topics={}, deleted={"t1": DeletedTopic("orders", 2, 5.0)}))
     assert [(each.name, each.ledgers) for each in found.deletions] == [("orders", 2)]
@@ -97,6 +120,8 @@ def test_the_status_is_read_from_the_registry_alone_and_is_json() -> None:
                 records.abandoned_key(OPEN.name): Abandonment(("b",), "me", 3.0).dump(),
                 records.abandoned_key(CLOSED_ONE.name): Abandonment(("b",), "me", 3.0).dump(),  # nothing waits for it
                 OPEN.key: OPEN.dump(),
+                STAGED.key: StagedFile(STAGED_LEDGER.id, 5.0).dump(),
+                STAGED_LEDGER.key: STAGED_LEDGER.dump(),
                 CLOSED_ONE.key: CLOSED_ONE.dump(),
                 **{records.node_key(name): node.dump() for name, node in FOUND.nodes.items()},
             }
@@ -107,7 +132,8 @@ def test_the_status_is_read_from_the_registry_alone_and_is_json() -> None:
             registry.commit(ephemeral=ephemeral, lease=lease)
             found = read_status(registry)
     pending = status.AbandonedLedger("t1/0/3", ("b",), "me", 3.0)
-    assert found == replace(assemble(FOUND), abandoned=(pending,))
+    expected = replace(FOUND, ledgers=(STAGED_LEDGER, *FOUND.ledgers), staged={STAGED_LEDGER.id: STAGED})
+    assert found == replace(assemble(expected), abandoned=(pending,))
     shown = json.loads(json.dumps(found.to_json()))
-    assert shown["ledgers"][1]["fragments"] == [[0, ["a", "b", "c"]]]
+    assert shown["ledgers"][2]["fragments"] == [[0, ["a", "b", "c"]]]
     assert "ledgers" not in found.to_json(ledgers=False)

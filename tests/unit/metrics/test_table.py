@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
+from pxrs.cli import app
 from pxrs.metrics.instruments import INSTRUMENTS
 from pxrs.metrics.table import TABLE
 
@@ -96,13 +98,33 @@ def test_v2_the_dashboard_shows_every_metric() -> None:
     assert missing == []
 
 
+UNITS = ("broker", "metrics", "pipeline@", "serve", "storage", "worker@")
+
+
 def test_units_of_systemd_do_not_start_again_what_cannot_work() -> None:
     units = sorted((ROOT / "deploy/systemd").iterdir())
-    assert len(units) == 4
+    assert [unit.name for unit in units] == [f"pxrs-{name}.service" for name in UNITS]
+    documented = (ROOT / "docs/health.md").read_text()
     for unit in units:
         text = unit.read_text()
         assert "\nRestart=on-failure\n" in text
         assert "\nRestartPreventExitStatus=2 3\n" in text
+        assert f"`{unit.name}`" in documented
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_of_systemd_call_commands_and_variables_that_exist(name: str) -> None:
+    text = (ROOT / f"deploy/systemd/pxrs-{name}.service").read_text()
+    (line,) = re.findall(r"^ExecStart=/opt/pxrs/bin/pxrs (.*)$", text, re.MULTILINE)
+    command: Any = typer.main.get_command(app.app)
+    words = line.split()
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    assert command.name == {"pipeline@": "run"}.get(name, name.rstrip("@"))
+    known = {option for each in command.params for option in each.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+    read = {each.envvar for each in command.params if each.envvar} | {*re.findall(r"\$\{?(PXRS_\w+)", line)}
+    assert {*re.findall(r"PXRS_[A-Z_]+", text)} <= read
 
 
 def test_units_of_systemd_are_valid(tmp_path: Path) -> None:

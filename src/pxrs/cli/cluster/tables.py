@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pxrs.cli.terminal import cell, facts
-from pxrs.cluster.problems import problems, short
+from pxrs.cluster.problems import problems, short, titled
 from pxrs.cluster.status import ClusterStatus, LedgerStatus, NodeStatus, PartitionStatus
 
 
@@ -38,8 +38,7 @@ def parts(found: ClusterStatus, *, topic: str | None = None, with_ledgers: bool 
         _partitions(shown),
     ]
     if with_ledgers:
-        ids = {row.topic_id for row in shown}
-        made += ["", _ledgers(found, [each for each in found.ledgers if topic is None or each.topic_id in ids])]
+        made += ["", _ledgers(found, [each for each in found.ledgers if topic is None or each.topic == topic])]
     return made
 
 
@@ -106,13 +105,12 @@ def _partitions(rows: Sequence[PartitionStatus]) -> Table:
 
 
 def _ledgers(found: ClusterStatus, ledgers: Sequence[LedgerStatus]) -> Table:
-    names = {each.id: each.name for each in found.topics}
     alive = {node.id for node in found.nodes if node.is_alive}
     table = _table(("ledger", "state", "nodes, by fragment"), ("offsets", "size"))
     for each in ledgers:
         offsets = f"{each.base:,} to " + ("" if each.end is None else f"{each.end:,}")
         table.add_row(
-            cell(f"{names.get(each.topic_id, short(each.topic_id))}/{each.partition}/{each.number}"),
+            cell(titled(each)),
             each.state,
             _copies(each, alive),
             offsets,

@@ -1,7 +1,8 @@
 """Gives one closed ledger its copies back: performs what `pxrs.cluster.copies.Repair` decides, on the caller's thread.
 
-Every commit expects the ledger's record, and the claim of this broker on the partition. So of two brokers only the
-owner repairs, and a ledger that retention has removed meanwhile stays removed.
+Every commit expects the ledger's record, so of two repairs of one ledger only one goes on, and a ledger that was
+removed meanwhile stays removed. A commit on a ledger of a partition also expects the claim of this broker on the
+partition (`PartitionLedgers`).
 
 Entries are read from a node that has them and added to the node that lacks them. At most HELD_BYTES_MAX are on the way
 to the target, so that the adds of writers, which share the link, are not refused because of a repair.
@@ -13,8 +14,8 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Final, Protocol
 
 from pxrs.cluster import records
 from pxrs.cluster.broker.context import Broker
@@ -22,8 +23,11 @@ from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.copies import Action, CopyEntry, Ended, ListEntries, Repair, Repaired
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.links import EntryRead
+from pxrs.cluster.records import TopicRecord
 from pxrs.cluster.replication import Change
 from pxrs.errors import Conflict, LedgerFenced, NodeUnreachable, OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.events.model import Json
+from pxrs.metrics.instruments import BROKER_COPIED, BROKER_COPIED_ENTRIES
 
 _logger = logging.getLogger(__name__)
 
@@ -41,20 +45,72 @@ HELD_BYTES_MAX: Final = 16 << 20
 Step = Callable[[], list[Action]]
 
 
+class Ledgers(Protocol):
+    """Why this broker repairs a ledger: what the ledger belongs to."""
+
+    event: str
+    """The name of the event that tells of a repair."""
+
+    @property
+    def topic(self) -> TopicRecord:
+        """The topic, for the choice of nodes."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this broker is not to repair the ledger any more."""
+
+    def expected(self) -> Mapping[str, int]:
+        """The keys and versions that a commit expects beside the ledger's record."""
+
+    def fields(self) -> dict[str, Json]:
+        """The fields of the event that say what the ledger belongs to."""
+
+    def repaired(self, record: LedgerRecord) -> None:
+        """The record of the ledger is this one now."""
+
+
+class PartitionLedgers:
+    """The ledgers of a partition that this broker owns."""
+
+    event = "ledger.repaired"
+
+    def __init__(self, partition: OwnedPartition) -> None:
+        self._partition = partition
+
+    @property
+    def topic(self) -> TopicRecord:
+        return self._partition.topic
+
+    @property
+    def is_over(self) -> bool:
+        return self._partition.why_not is not None and not self._partition.is_stuck
+
+    def expected(self) -> Mapping[str, int]:
+        partition = self._partition
+        return {records.owner_key(partition.topic.topic.id, partition.partition): partition.claim.version}
+
+    def fields(self) -> dict[str, Json]:
+        topic = self.topic.topic
+        return {"topic": topic.name, "topic_id": topic.id, "partition": self._partition.partition}
+
+    def repaired(self, record: LedgerRecord) -> None:
+        self._partition.repaired(record)
+
+
 class Repairer:
-    """One repair of one ledger of a partition that this broker owns."""
+    """One repair of one ledger."""
 
     def __init__(
         self,
         broker: Broker,
-        partition: OwnedPartition,
+        owner: Ledgers,
         record: LedgerRecord,
         version: int,
         live: Collection[str],
         spares: Iterable[str],
     ) -> None:
         """record, version: as the registry has it now. live, spares: as for `Repair`."""
-        self._broker, self._partition, self._live = broker, partition, live
+        self._broker, self._owner, self._live = broker, owner, live
         self._core = Repair(record, version, live, spares)
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
@@ -88,8 +144,8 @@ class Repairer:
             if self._core.ended is not None:
                 return self._core.ended
             actions = [action for step in self._answers() for action in step()]
-            if self._is_stopped or (self._partition.why_not is not None and not self._partition.is_stuck):
-                return Ended("the broker is stopping, or does not own the partition any more")
+            if self._is_stopped or self._owner.is_over:
+                return Ended("the broker is stopping, or another one repairs the ledger now")
 
     def _answers(self) -> Iterator[Step]:
         """The next answer, and those that have come with it."""
@@ -115,12 +171,10 @@ class Repairer:
             self._copy(run)
 
     def _commit(self, change: Change) -> list[Action]:
-        partition, registry = self._partition, self._broker.registry
-        owner = records.owner_key(partition.topic.topic.id, partition.partition)
         key = change.record.key
         try:
-            versions = registry.commit(
-                {key: change.expect, owner: partition.claim.version},
+            versions = self._broker.registry.commit(
+                {key: change.expect, **self._owner.expected()},
                 {key: change.record.dump()},
                 lease=self._broker.membership.lease,
             )
@@ -189,6 +243,8 @@ class Repairer:
                 self._room.notify()
             if error is None:
                 self.copied_bytes += size
+                BROKER_COPIED.of().add(size)
+                BROKER_COPIED_ENTRIES.of().add()
                 self._steps.put(functools.partial(self._core.copied, copy.target, copy.entry))
             else:
                 self.problem = str(error)

@@ -1,4 +1,5 @@
-"""Keeps every ledger of the partitions that this broker owns at its number of copies (P6).
+"""Keeps every ledger of the partitions that this broker owns at its number of copies (P6), and its share of the ledgers
+that have rows of Spark's tasks (`staged_copies`).
 
 One thread looks, every LOOK_S and after each change of the registry that concerns nodes:
 
@@ -7,6 +8,8 @@ One thread looks, every LOOK_S and after each change of the registry that concer
     the open ledger has lost copies, or a node of it is lost           it is closed, and the next one begun
     a closed ledger lacks copies, and there is a node to take them     it is repaired, the worst ones first
     a closed ledger was never checked (a recovery has closed it)       it is checked, which is a repair too
+
+Ledgers of staged rows that are not closed are left to their writers; one whose writer has died is removed by its age.
 
 A node is lost when it was away for longer than `copies_grace_s`, or was retired. A repair that fails is tried again
 after a pause that grows; what it has copied is found by the next one. The next owner of a partition begins anew with
@@ -31,32 +34,25 @@ from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.pools import ToldPool
 from pxrs.cluster.broker.presence import Presence
-from pxrs.cluster.broker.repairing import Repairer
+from pxrs.cluster.broker.repairing import Ledgers, PartitionLedgers, Repairer
+from pxrs.cluster.broker.staged_copies import StagedLedgers
 from pxrs.cluster.broker.view import Place
-from pxrs.cluster.copies import Repaired, is_repairable, needs_repair, urgency
+from pxrs.cluster.copies import Ended, Repaired, is_repairable, needs_repair, urgency
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.errors import Closed, PxrsError
 from pxrs.events.recording import Recorder
-from pxrs.metrics.instruments import BROKER_COPIED, BROKER_LACKING, BROKER_REPAIRS
+from pxrs.metrics.instruments import BROKER_LACKING, BROKER_REPAIR_FAILED, BROKER_REPAIRING, BROKER_REPAIRS
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
 
+PARTITION: Final = "partition"
+STAGED: Final = "staged"
+"""What a ledger belongs to, as a label of a metric."""
 LOOK_S: Final = 1.0
 PAUSE_S: Final = 1.0
 PAUSE_S_MAX: Final = 60.0
 """The pause after a repair that failed, at first and at most."""
-
-
-class UnderWay(NamedTuple):
-    """A repair that a thread performs."""
-
-    ledger: str
-    partition: str
-    """The name of the topic, a slash, and the partition."""
-    copied_entries: int
-    copied_bytes: int
-    seconds: float
 
 
 @dataclass(slots=True)
@@ -69,6 +65,8 @@ class Counts:
     """Repairs that ended before that; the ledger is tried again."""
     copied_entries: int = 0
     copied_bytes: int = 0
+    failed_at: float = 0.0
+    """When a repair last failed, in seconds since 1970; 0: none has."""
 
 
 class _Try(NamedTuple):
@@ -80,12 +78,6 @@ class _Try(NamedTuple):
     pause_s: float
 
 
-class _Job(NamedTuple):
-    repairer: Repairer
-    name: str
-    began: float
-
-
 class Repairs:
     """Runs from `start` to `close`. Threads share it."""
 
@@ -94,11 +86,14 @@ class Repairs:
         self._decisions = Decisions(broker.registry, recorder)
         self._presence = Presence(broker.settings.copies_grace_s)
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Job | None] = {}
+        self._jobs: dict[str, Repairer | None] = {}
         """By ledger: the repairs that are under way; None while one begins."""
         self._tries: dict[str, _Try] = {}
         self._short: dict[Place, tuple[object, frozenset[str], list[LedgerRecord]]] = {}
         """By partition: the chain and the live nodes that were looked at, and the ledgers that lack copies."""
+        self._staged = StagedLedgers(broker)
+        self._short_staged = 0
+        """How many ledgers of staged rows lack copies, as last seen."""
         self.counts = Counts()
         self._wake = threading.Event()
         self._is_closed = False
@@ -107,23 +102,31 @@ class Repairs:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        BROKER_LACKING.watch(self, lambda repairs: [((), repairs.short)])
+        BROKER_LACKING.watch(self, lambda repairs: [((kind,), count) for kind, count in repairs.short.items()])
+        BROKER_REPAIRING.watch(self, lambda repairs: [((), repairs.under_way)])
+        BROKER_REPAIR_FAILED.watch(self, lambda repairs: repairs.last_failure)
         self._thread = start_thread(self._run, "pxrs-repairs")
 
     @property
-    def short(self) -> int:
-        """How many closed ledgers of this broker's partitions lack copies, as last seen."""
+    def short(self) -> dict[str, int]:
+        """How many closed ledgers that this broker is to repair lack copies, as last seen, by what they belong to."""
         with self._lock:
-            return sum(len(records) for _, _, records in self._short.values())
+            return {
+                PARTITION: sum(len(records) for _, _, records in self._short.values()),
+                STAGED: self._short_staged,
+            }
 
-    def under_way(self) -> list[UnderWay]:
+    @property
+    def under_way(self) -> int:
+        """How many ledgers are being repaired."""
         with self._lock:
-            jobs = [(ledger, job) for ledger, job in self._jobs.items() if job is not None]
-        now = time.monotonic()
-        return [
-            UnderWay(ledger, job.name, job.repairer.copied_entries, job.repairer.copied_bytes, now - job.began)
-            for ledger, job in jobs
-        ]
+            return len(self._jobs)
+
+    @property
+    def last_failure(self) -> list[tuple[tuple[()], float]]:
+        """When a repair last failed, as a gauge has it: without a value if none has."""
+        with self._lock:
+            return [((), self.counts.failed_at)] if self.counts.failed_at else []
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -145,9 +148,10 @@ class Repairs:
         live = self._live()
         for partition in partitions.values():
             partition.tend(live)
-        found = [(record, partition) for partition, record in self._lacking(partitions, live)]
-        found.sort(key=lambda each: urgency(each[0], live))
-        for record, partition in found:
+        lacking = [*self._lacking(partitions, live), *self._lacking_staged(live)]
+        self._forget_tries({record.id for _, record in lacking})
+        lacking.sort(key=lambda each: urgency(each[1], live))
+        for owner, record in lacking:
             with self._lock:
                 if len(self._jobs) >= self._broker.settings.repairs_max or self._is_closed:
                     return
@@ -156,11 +160,11 @@ class Repairs:
                     tried is not None and tried.live == live and time.monotonic() < tried.until
                 ):
                     continue
-            spares = self._broker.spares(partition.topic, ())
+            spares = self._broker.spares(owner.topic, ())
             if is_repairable(record, live, spares):
                 with self._lock:
                     self._jobs[record.id] = None
-                self._pool.submit(self._repair, partition, record, live, spares)
+                self._pool.submit(self._repair, owner, record, live, spares)
 
     def _live(self) -> frozenset[str]:
         seen = self._broker.view.seen
@@ -175,9 +179,9 @@ class Repairs:
 
     def _lacking(
         self, partitions: dict[Place, OwnedPartition], live: frozenset[str]
-    ) -> Iterator[tuple[OwnedPartition, LedgerRecord]]:
-        """The closed ledgers that lack copies. A partition whose chain is the same as before, with the same nodes, is
-        not looked through again."""
+    ) -> Iterator[tuple[Ledgers, LedgerRecord]]:
+        """The closed ledgers of partitions that lack copies. A partition whose chain is the same as before, with the
+        same nodes, is not looked through again."""
         with self._lock:
             before = self._short
         after = {}
@@ -187,35 +191,48 @@ class Repairs:
                 after[place] = known
             else:
                 after[place] = chain, live, [record for record in chain if needs_repair(record, live)]
-        lacking = {record.id for _, _, records in after.values() for record in records}
         with self._lock:
             self._short = after
-            self._tries = {ledger: tried for ledger, tried in self._tries.items() if ledger in lacking}
         for place, (_, _, records) in after.items():
             for record in records:
-                yield partitions[place], record
+                yield PartitionLedgers(partitions[place]), record
 
-    def _repair(self, partition: OwnedPartition, known: LedgerRecord, live: frozenset[str], spares: list[str]) -> None:
+    def _lacking_staged(self, live: frozenset[str]) -> list[tuple[Ledgers, LedgerRecord]]:
+        """The ledgers of staged rows that this broker is to repair."""
+        found = [(owner, record) for owner, record in self._staged.look(time.monotonic()) if needs_repair(record, live)]
+        with self._lock:
+            self._short_staged = len(found)
+        return [*found]
+
+    def _forget_tries(self, lacking: set[str]) -> None:
+        with self._lock:
+            self._tries = {ledger: tried for ledger, tried in self._tries.items() if ledger in lacking}
+
+    def _repair(self, owner: Ledgers, known: LedgerRecord, live: frozenset[str], spares: list[str]) -> None:
         """On a thread of the pool."""
         ledger, began = known.id, time.monotonic()
         is_done = False
         try:
             entry = self._broker.registry.get(known.key)
             if entry is None:
-                return  # retention, or the deletion of the topic, has removed it
+                return  # removed by retention, with its topic, or because the staged rows were published
             record = LedgerRecord.parse(entry.key, entry.value)
-            repairer = Repairer(self._broker, partition, record, entry.version, live, spares)
+            repairer = Repairer(self._broker, owner, record, entry.version, live, spares)
             with self._lock:
                 if self._is_closed:
                     return
-                self._jobs[ledger] = _Job(repairer, partition.name, began)
+                self._jobs[ledger] = repairer
             ended = repairer.run()
-            partition.repaired(repairer.record)
+            if isinstance(ended, Ended) and self._broker.registry.get(known.key) is None:
+                return  # the same, while it was repaired: no failure
+            owner.repaired(repairer.record)
             is_done = isinstance(ended, Repaired) and not ended.shortages
-            self._tell(partition, record, repairer, ended if isinstance(ended, Repaired) else ended.why, began)
+            self._tell(owner, record, repairer, ended, time.monotonic() - began)
         except PxrsError as error:
+            self._count_failure()
             _logger.warning("ledger %s could not be repaired, tried again later: %s", ledger, error)
         except Exception:
+            self._count_failure()
             _logger.exception("ledger %s could not be repaired, tried again later", ledger)
         finally:
             with self._lock:
@@ -226,32 +243,36 @@ class Repairs:
                     self._tries[ledger] = _Try(time.monotonic() + pause_s, live, pause_s)
             self._wake.set()
 
+    def _count_failure(self) -> None:
+        with self._lock:
+            self.counts.failed += 1
+            self.counts.failed_at = time.time()
+        BROKER_REPAIRS.of("failed").add()
+
     def _tell(
-        self, partition: OwnedPartition, before: LedgerRecord, repairer: Repairer, ended: Repaired | str, began: float
+        self, owner: Ledgers, before: LedgerRecord, repairer: Repairer, ended: Repaired | Ended, seconds: float
     ) -> None:
-        entries, seconds = repairer.copied_entries, time.monotonic() - began
+        entries = repairer.copied_entries
         with self._lock:
             self.counts.copied_entries += entries
             self.counts.copied_bytes += repairer.copied_bytes
-            self.counts.repaired += isinstance(ended, Repaired)
-            self.counts.failed += not isinstance(ended, Repaired)
-        BROKER_REPAIRS.of("repaired" if isinstance(ended, Repaired) else "failed").add()
-        BROKER_COPIED.of().add(repairer.copied_bytes)
-        if isinstance(ended, str):
+        if isinstance(ended, Ended):
+            self._count_failure()
             _logger.warning(
                 "ledger %s lacks copies, and its repair ended after %d entries: %s%s; it is tried again",
                 before.id,
                 entries,
-                ended,
+                ended.why,
                 "" if repairer.problem is None else f" ({repairer.problem})",
             )
-        elif entries or ended.record.fragments != before.fragments:
-            topic = partition.topic.topic
+            return
+        with self._lock:
+            self.counts.repaired += 1
+        BROKER_REPAIRS.of("repaired").add()
+        if entries or ended.record.fragments != before.fragments:
             self._recorder.record(
-                "ledger.repaired",
-                topic=topic.name,
-                topic_id=topic.id,
-                partition=partition.partition,
+                owner.event,
+                **owner.fields(),
                 ledger=before.id,
                 entries=entries,
                 nodes=sorted(ended.record.named - before.named),
@@ -267,7 +288,9 @@ class Repairs:
         self._wake.set()
         self._subscription.close()
         for job in jobs:
-            job.repairer.stop()
+            job.stop()
         if self._thread is not None:
             self._thread.join(LOOK_S * 5)
         self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:  # other brokers count them now
+            self._short, self._short_staged, self._jobs = {}, 0, {}

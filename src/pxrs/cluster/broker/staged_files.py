@@ -89,9 +89,12 @@ class LedgerFile(NewFile):
         try:
             self._writer.close(time.monotonic() + self._broker.settings.append_s)
         except PartitionUnavailable:
-            if self._broker.registry.get(self.name.key) is not None:
+            # Nobody else closes the ledger. If it is closed, the reply to this commit was lost, and another broker has
+            # given the ledger other nodes before the commit was made again.
+            is_there = self._broker.registry.get(self.name.key) is not None
+            if is_there and closed_ledger(self._broker, self.name) is None:
                 raise
-            # Another driver has published the batch, and removed the file.
+            # If it is gone, another driver has published the batch, and removed the file.
         self._is_ended = True
         return Staged(self.name.file, self._rows)
 

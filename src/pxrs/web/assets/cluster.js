@@ -51,12 +51,12 @@ function map(found) {
     return h("span", { class: `pill ${level}`, title: state, role: "img", "aria-label": state }, sign);
   };
   return table("Map of copies", [
-    ["ledger", false, (row) => [row.topic ? link("topics", row.topic) : "(deleted)", `/${row.partition}, ${count(row.number)}`]],
+    ["ledger", false, (row) => [row.topic ? link("topics", row.topic) : "(deleted)", row.query === null ? `/${row.partition}, ${count(row.number)}` : `, staged by ${row.query}`]],
     ["offsets", true, (row) => `${count(row.base)} – ${row.end === null ? "" : count(row.end)}`],
     ["state", false, (row) => pill(row.state, row.state === "recovering" ? "warn" : "")],
     ...found.nodes.map((node) => [node.id, false, (row) => mark(row, node.id), "cell"]),
     ["none", true, (row) => (row.empty ? pill(count(row.empty), "bad") : "")],
-  ], found.ledgers.map((row) => ({ ...row, key: `${row.topic}/${row.partition}/${row.number}` })), "There is no ledger yet.", false, found.ledgers_total);
+  ], found.ledgers.map((row) => ({ ...row, key: row.id })), "There is no ledger yet.", false, found.ledgers_total);
 }
 
 const partitions = (found) => table("Partitions", [
