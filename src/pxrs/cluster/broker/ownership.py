@@ -62,8 +62,9 @@ class Ownership:
         self._broker = broker
         self._lock = threading.Lock()
         self._owned: dict[Place, OwnedPartition] = {}
-        self._opening: dict[Place, float] = {}
-        """Partitions that a thread opens, or before when they are not tried again (monotonic)."""
+        self._opening: dict[OwnedPartition, float] = {}
+        """Owned partitions that a thread opens, or before when they are not tried again (monotonic). Not by place: the
+        next incarnation does not wait for an opening of the last one."""
         self._orphans: dict[Place, float] = {}
         """Since when a partition is seen without an owner."""
         self._releasing: Place | None = None
@@ -236,9 +237,11 @@ class Ownership:
     def _begin(self, place: Place, partition: OwnedPartition) -> None:
         """Open a partition on another thread, unless one does so already."""
         with self._lock:
-            if self._opening.get(place, 0.0) > time.monotonic() or self._is_closed:
+            if self._opening.get(partition, 0.0) > time.monotonic() or self._is_closed:
                 return
-            self._opening[place] = float("inf")
+            if self._owned.get(place) is not partition:  # it was given up meanwhile
+                return
+            self._opening[partition] = float("inf")
         self._pool.submit(self._open, place, partition)
 
     def _open(self, place: Place, partition: OwnedPartition) -> None:
@@ -255,7 +258,8 @@ class Ownership:
         finally:
             BROKER_OPENING.of("failed" if pause_s else "serving").observe(time.monotonic() - began)
             with self._lock:
-                self._opening[place] = time.monotonic() + pause_s
+                if partition in self._opening:  # it was not given up
+                    self._opening[partition] = time.monotonic() + pause_s
             if pause_s:
                 threading.Timer(pause_s, self._wake.set).start()
 
@@ -275,6 +279,8 @@ class Ownership:
     def _give_up(self, place: Place, why: PxrsError) -> None:
         with self._lock:
             partition = self._owned.pop(place, None)
+            if partition is not None:
+                self._opening.pop(partition, None)
         if partition is not None:
             _logger.info("gave up partition %s: %s", partition.name, why)
             partition.give_up(why)
