@@ -73,7 +73,15 @@ class RunningBroker:
         log = ClusterLog(self.broker, self.ownership, self._peers, self._cluster, f"cluster:{self._cluster[:8]}")
         self.hub = Hub(log, registry)
         self.broker.news.recorder = self.hub.parts.events
+        self._peers_kept = self._view.subscribe(self._keep_peers)
         self.repairs = Repairs(self.broker, self.ownership, self.hub.parts.events)
+
+    def _keep_peers(self) -> None:
+        """After each change: end the connections to brokers that are gone."""
+        seen = self._view.seen
+        topics = {record.topic.id for record, _ in seen.topics.values()}
+        for session in self._peers.keep({each.address for each in seen.brokers.values()}, topics):
+            self._crew.submit(session.close)
 
     def join(self, address: str) -> None:
         """Take part: own partitions, and be found under this address, host and port."""
@@ -92,6 +100,7 @@ class RunningBroker:
     def close(self) -> None:
         """After `leave`, and after the server has ended. Closes the hub, and with it the registry."""
         self.hub.close()
+        self._peers_kept.close()
         self._view.close()
         self._peers.close()
         self._links.close()
