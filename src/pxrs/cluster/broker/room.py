@@ -57,7 +57,7 @@ class Room:
 
     def wait(self, own: Callable[[], int], until: float) -> bool:
         """Wait until `take` may succeed; False if it was not in time. own: the partition's unconfirmed bytes, called
-        without a lock; each change is followed by `give_back`. until: on the monotonic clock."""
+        without a lock of the partition; `give_back` follows each decrease. until: on the monotonic clock."""
         with self._changed:
             self.waiting += 1
             try:
