@@ -13,6 +13,7 @@ from pathlib import Path
 from pxrs import registry as registries
 from pxrs.cluster.broker.context import BrokerSettings
 from pxrs.cluster.broker.running import RunningBroker
+from pxrs.cluster.links import LinkSettings
 from pxrs.cluster.storage.running import StorageServer, StorageSettings, storing
 from pxrs.registry.contract import Registry
 from pxrs.remote.client.settings import PATIENCE_S, TIMEOUT_S, Settings
@@ -30,8 +31,9 @@ class SmallCluster:
         settings: BrokerSettings | None,
         lease_ttl: float,
         token: str | None,
+        links: LinkSettings | None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._links = folder, links
         self._registry, self._server, self._settings, self._lease_ttl = registry, server, settings, lease_ttl
         self._peers = Settings("pxrs://", (), TIMEOUT_S, PATIENCE_S, given_token=token)
         self.nodes: list[StorageServer] = []
@@ -67,6 +69,7 @@ class SmallCluster:
                 self._registry(),
                 name=f"broker-{number}",
                 settings=self._settings,
+                links=self._links,
                 peers=self._peers,
                 lease_ttl=self._lease_ttl,
             )
@@ -107,13 +110,15 @@ def small_cluster(
     settings: BrokerSettings | None = None,
     lease_ttl: float = 10.0,
     token: str | None = None,
+    links: LinkSettings | None = None,
 ) -> Iterator[SmallCluster]:
     """Run a cluster for the block.
 
     registry: opens another handle; by default of a registry in files in the folder
-    token: what the brokers show to each other"""
+    token: what the brokers show to each other
+    links: how the brokers reach storage nodes"""
     open_registry = registry or (lambda: registries.open(f"file:{folder / 'registry'}"))
-    found = SmallCluster(folder, open_registry, server, settings, lease_ttl, token)
+    found = SmallCluster(folder, open_registry, server, settings, lease_ttl, token, links)
     try:
         for number in range(nodes):
             found.start_node(number)

@@ -11,6 +11,7 @@ from pxrs.clock import SYSTEM, Clock
 from pxrs.cluster.broker.membership import Membership
 from pxrs.cluster.broker.reading import LedgerReader, Links
 from pxrs.cluster.broker.recent import Recent
+from pxrs.cluster.broker.room import Room
 from pxrs.cluster.broker.view import View
 from pxrs.cluster.placement import LEAST_LOADED, choose, ensemble, placement_named, storage_candidates
 from pxrs.cluster.records import TopicRecord
@@ -31,6 +32,9 @@ class BrokerSettings:
     """How much of what was appended last is kept in memory for readers."""
     pending_bytes_max: int = 64 << 20
     """How many bytes of one partition may wait for acknowledgements; further appends wait."""
+    unconfirmed_bytes_max: int = 128 << 20
+    """How many bytes of all partitions together may wait for acknowledgements; further appends wait. At most half of
+    `LinkSettings.unanswered_bytes_max` is used: see `room`."""
     openings_max: int = 16
     """How many partitions are opened at a time."""
     copies_grace_s: float = 10.0
@@ -68,6 +72,7 @@ class Broker:
     rollers: ThreadPoolExecutor
     """For ledgers that are closed and followed by the next one. This waits for commits, which the crew makes: on
     threads of the crew, many of them at once would wait for threads that they hold themselves."""
+    room: Room
     settings: BrokerSettings = field(default_factory=BrokerSettings)
     clock: Clock = SYSTEM
     news: News = field(default_factory=News)

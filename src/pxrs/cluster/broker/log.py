@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.staging import ClusterStaging
 from pxrs.cluster.broker.topic import OwnedTopic
 from pxrs.cluster.ledgers import LedgerName, Quorum
-from pxrs.cluster.records import DeletedTopic, OwnerRecord, TopicRecord
+from pxrs.cluster.records import NOBODY, DeletedTopic, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, PartitionMoved, PxrsError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.contract import DamagedTopic, Log, TopicLog
 from pxrs.model import STORED_TOPIC_NAME, Topic, is_internal
@@ -31,6 +32,11 @@ ASKERS_MAX: Final = 16
 """How many threads ask other brokers, and this one, for calls that concern several of them."""
 PATIENCE_S: Final = 30.0
 """How long a call of this broker waits until the partitions that it concerns have an owner that answers."""
+GIVEN_UP_S: Final = 10.0
+"""How long a deletion waits until the owners of the topic's partitions have given them up. Longer than a broker's lease
+lives by default, so that an owner that hangs is waited for, too."""
+LOOK_S: Final = 0.5
+"""How often a deletion looks whether the owners have given the topic up, although no change was seen."""
 
 
 class BrokerRoutes:
@@ -181,14 +187,47 @@ class ClusterLog(Log, HasStaging):
             except Conflict:
                 continue
             self.broker.view.refresh()
+            self._wait_until_given_up(record.topic.id, name)
             self.broker.crew.submit(self._finish, record.topic.id, gone)
             return record.topic.id
         raise TopicExists(f"topic {name} is changed by others all the time")
 
     def finish_deletions(self) -> None:
         for entry in self.broker.registry.scan(records.DELETED):
-            gone = DeletedTopic.parse(entry.key, entry.value)
-            self._finish(entry.key.removeprefix(records.DELETED), gone)
+            gone, topic_id = DeletedTopic.parse(entry.key, entry.value), entry.key.removeprefix(records.DELETED)
+            self._wait_until_given_up(topic_id, gone.name)  # before `_finish` removes the records that tell so
+            self._finish(topic_id, gone)
+
+    def _wait_until_given_up(self, topic_id: str, name: str) -> None:
+        """Wait until no broker takes appends to a deleted topic, at most GIVEN_UP_S. Nobody claims a partition of it
+        any more: a claim expects the topic's record. An owner gives its partitions up and releases them, or loses its
+        lease and stops to answer (C4)."""
+        until, changed = time.monotonic() + GIVEN_UP_S, threading.Event()
+        with self.broker.view.subscribe(changed.set):
+            while left := self._owners_left(topic_id):
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    break
+                changed.wait(min(LOOK_S, left_s))
+                changed.clear()
+            else:
+                return
+        _logger.warning(
+            "topic %s was deleted, but these brokers have not given it up, and may still take messages, which are "
+            "lost: %s",
+            name,
+            ", ".join(left),
+        )
+
+    def _owners_left(self, topic_id: str) -> list[str]:
+        """The brokers that live and own partitions of the topic."""
+        registry = self.broker.registry
+        try:
+            entries = registry.scan(f"{records.OWNERS}{topic_id}/")
+            owners = {OwnerRecord.parse(entry.key, entry.value).broker for entry in entries} - {NOBODY}
+            return [owner for owner in sorted(owners) if registry.get(records.broker_key(owner)) is not None]
+        except PxrsError as error:
+            return [f"not known, because the registry cannot be read: {error}"]
 
     def _finish(self, topic_id: str, gone: DeletedTopic) -> None:
         """Remove what the registry holds of a deleted topic (P7). The nodes find that their ledgers have no record."""

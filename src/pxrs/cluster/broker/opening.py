@@ -46,7 +46,9 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
     if has_recovered:
         record, version = chain[-1]
         _logger.info("recovering ledger %s", record.id)
-        closed[-1] = Recoverer(broker, topic, record, version, partition.epoch).run().record
+        recoverer = Recoverer(broker, topic, record, version, partition.epoch, partition.check_kept)
+        closed[-1] = recoverer.run().record
+    partition.check_end(closed)
     producers = _producers(broker, partition, closed)
     end = closed[-1].end if closed else 0
     assert end is not None

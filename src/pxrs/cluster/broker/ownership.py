@@ -8,6 +8,7 @@ from what it sees, and made true by commits that expect it:
     the owner record of an owned partition names another claim  give it up
     a partition's owner is not there any more                   the least loaded broker claims it; any, after CLAIM_S
     this broker has more partitions than others (`balance`)     release one: close its ledger, then free the claim
+    the topic of an owned partition was deleted                 give it up, then free the claim
     the lease was lost                                          give everything up, join as a new incarnation
 
 A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read,
@@ -25,7 +26,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from pxrs.cluster import records
@@ -62,8 +63,9 @@ class Ownership:
         self._broker = broker
         self._lock = threading.Lock()
         self._owned: dict[Place, OwnedPartition] = {}
-        self._opening: dict[Place, float] = {}
-        """Partitions that a thread opens, or before when they are not tried again (monotonic)."""
+        self._opening: dict[OwnedPartition, float] = {}
+        """Owned partitions that a thread opens, or before when they are not tried again (monotonic). Not by place: the
+        next incarnation does not wait for an opening of the last one."""
         self._orphans: dict[Place, float] = {}
         """Since when a partition is seen without an owner."""
         self._releasing: Place | None = None
@@ -130,17 +132,20 @@ class Ownership:
         me = self._broker.membership.incarnation
         topics = {record.topic.id: (record, version) for record, version in seen.topics.values()}
         for place, partition in self.partitions().items():
-            owner = seen.owners.get(place)
+            claim = seen.owners.get(place)
             if place[0] not in topics:
                 self._give_up(place, TopicDeleted(partition.topic.topic.name, place[0], is_made_again=False))
                 continue
             partition.topic = topics[place[0]][0]  # its settings may have been changed
             if place == self._releasing:
                 continue
-            if owner is not None and owner[0].broker != me and owner[0].epoch >= partition.epoch:
+            if claim is not None and claim[0].broker != me and claim[0].epoch >= partition.epoch:
                 self._give_up(place, PartitionMoved(f"{partition.name}: another broker has claimed the partition"))
             elif partition.is_stuck:
                 self._begin(place, partition)
+        for place, (owner, version) in seen.owners.items():
+            if owner.broker == me and place[0] not in topics:  # given up: `ClusterLog.delete_topic` waits for that
+                self._broker.crew.submit(self._release_deleted, place, owner, version)
         load = Counter(owner.broker for place, (owner, _) in seen.owners.items() if place[0] in topics)
         takers = {each for each, found in seen.brokers.items() if not found.is_leaving} | {me}
         candidates = {each: Candidate(each, float(load[each])) for each in sorted(takers)}
@@ -148,6 +153,25 @@ class Ownership:
             for number in range(topic.topic.partitions):
                 self._consider((topic_id, number), topic, version, seen, candidates)
         self._rebalance(seen, takers, topics.values())
+        self._forget_deleted(topics.keys())
+
+    def _forget_deleted(self, topics: Collection[str]) -> None:
+        """topics: the ids of those that are there."""
+        self._orphans = {place: since for place, since in self._orphans.items() if place[0] in topics}
+        with self._lock:
+            gone = [each for each, waiting in self._subscribers.items() if each not in topics and not len(waiting)]
+            for topic_id in gone:
+                del self._subscribers[topic_id]
+
+    def _release_deleted(self, place: Place, owner: OwnerRecord, version: int) -> None:
+        """On a thread of the crew. If it fails, the next look tries again."""
+        key = records.owner_key(*place)
+        try:
+            self._broker.registry.commit({key: version}, {key: owner.released().dump()})
+        except Conflict:
+            return  # a ledger was begun meanwhile, or another thread was first
+        except PxrsError as error:
+            _logger.info("partition %d of the deleted topic %s was not released: %s", place[1], place[0], error)
 
     def _rebalance(self, seen: Seen, takers: set[str], topics: Iterable[tuple[TopicRecord, int]]) -> None:
         """Release a partition to a broker that has fewer."""
@@ -236,9 +260,11 @@ class Ownership:
     def _begin(self, place: Place, partition: OwnedPartition) -> None:
         """Open a partition on another thread, unless one does so already."""
         with self._lock:
-            if self._opening.get(place, 0.0) > time.monotonic() or self._is_closed:
+            if self._opening.get(partition, 0.0) > time.monotonic() or self._is_closed:
                 return
-            self._opening[place] = float("inf")
+            if self._owned.get(place) is not partition:  # it was given up meanwhile
+                return
+            self._opening[partition] = float("inf")
         self._pool.submit(self._open, place, partition)
 
     def _open(self, place: Place, partition: OwnedPartition) -> None:
@@ -255,7 +281,8 @@ class Ownership:
         finally:
             BROKER_OPENING.of("failed" if pause_s else "serving").observe(time.monotonic() - began)
             with self._lock:
-                self._opening[place] = time.monotonic() + pause_s
+                if partition in self._opening:  # it was not given up
+                    self._opening[partition] = time.monotonic() + pause_s
             if pause_s:
                 threading.Timer(pause_s, self._wake.set).start()
 
@@ -275,6 +302,8 @@ class Ownership:
     def _give_up(self, place: Place, why: PxrsError) -> None:
         with self._lock:
             partition = self._owned.pop(place, None)
+            if partition is not None:
+                self._opening.pop(partition, None)
         if partition is not None:
             _logger.info("gave up partition %s: %s", partition.name, why)
             partition.give_up(why)

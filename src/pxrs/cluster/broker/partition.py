@@ -79,6 +79,8 @@ class OwnedPartition:
         self._stuck: PxrsError | None = PartitionUnavailable(self.name, "it is being opened")
         self._generation = 0
         self._chain: list[LedgerRecord] = []
+        self._kept_from = 0
+        """The number of the first ledger that `trim` has not removed."""
         self._writer: LedgerShell | None = None
         self._index = LedgerIndex()
         """Of the confirmed entries of the ledger that is written."""
@@ -110,8 +112,26 @@ class OwnedPartition:
         if writer is self._writer and self._stuck is None and self._gone is None:
             _logger.warning("ledger %s: its writer has stopped: %s", writer.record.id, why)
             self._stuck = PartitionUnavailable(self.name, f"its ledger is recovered, because the writer was {why}")
+            self._drop_pending()
             self._changed.notify_all()
             self._broker.view.look_again()
+
+    def check_end(self, closed: Sequence[LedgerRecord]) -> None:
+        """Raise PartitionUnavailable if these ledgers, all of the partition, end before what was confirmed here, unless
+        an operator has decided to go on without the nodes that have the rest (C6)."""
+        end = (closed[-1].end or 0) if closed else 0
+        with self.lock:
+            if end >= self._end or self._abandoned(closed):
+                return
+            why = f"it was recovered up to {end}, and {self._end} was confirmed before"
+        _logger.error("%s is not served: %s", self.name, why)
+        raise PartitionUnavailable(self.name, why)
+
+    def _abandoned(self, closed: Sequence[LedgerRecord]) -> LedgerRecord | None:
+        """Under the lock: the ledger that an operator has decided to close without some of its nodes, from the last one
+        on that was written here."""
+        first = 0 if self._writer is None else self._writer.record.number
+        return next((record for record in closed if record.number >= first and record.abandoned), None)
 
     def serve(self, opened: Opened) -> None:
         """Serve what was opened, unless it was given up meanwhile."""
@@ -120,12 +140,13 @@ class OwnedPartition:
                 opened.writer.stop()
                 return
             self._generation += 1
-            self._chain, self._producers = opened.chain, opened.producers
-            self._pending.clear()
-            self._pending_bytes = 0
+            # `trim` may have removed ledgers since the chain was read.
+            self._chain = [record for record in opened.chain if record.number >= self._kept_from]
+            self._producers = opened.producers
+            self._drop_pending()
             base = opened.writer.record.base
             if base < self._end:
-                raise AssertionError(f"{self.name}: recovered up to {base}, and {self._end} was confirmed before")
+                self._tell_lost(base, opened.chain)
             if base != self._end or self._generation == 1:
                 self._recent.forget()  # entries that readers must get from nodes lie between
             self._next = self._end = base
@@ -135,20 +156,46 @@ class OwnedPartition:
             self._changed.notify_all()
         self._subscribers.wake((self.partition,))
 
+    def _tell_lost(self, base: int, closed: Sequence[LedgerRecord]) -> None:
+        """Under the lock. `check_end` has found that an operator has decided it."""
+        abandoned = self._abandoned(closed)
+        assert abandoned is not None
+        _logger.error(
+            "%s: the confirmed messages with the offsets %d to %d are lost, because an operator has abandoned storage "
+            "nodes of ledger %s (%s); the next messages get these offsets",
+            self.name,
+            base,
+            self._end - 1,
+            abandoned.id,
+            ", ".join(abandoned.abandoned),
+        )
+
     def _begin_ledger(self, writer: LedgerShell) -> None:
         """Under the lock: append to this ledger from now on. Its first entry is the producers' state (C3)."""
         self._writer, self._index = writer, LedgerIndex()
         self._producers.forget_silent(self._broker.clock.wall_time_us() / 1e6 - SILENT_S_MAX)
         entry = state_entry(self._producers, self._next, self._broker.clock.wall_time_us())
+        self._add_pending(entry)
+        writer.append(entry)
+
+    def _add_pending(self, entry: Entry) -> None:
+        """Under the lock."""
         self._pending.append(entry)
         self._pending_bytes += entry.size
-        writer.append(entry)
+        self._broker.room.add(entry.size)
+
+    def _drop_pending(self) -> None:
+        """Under the lock: the writer has stopped, and confirms nothing more."""
+        dropped, self._pending_bytes = self._pending_bytes, 0
+        self._pending.clear()
+        self._broker.room.give_back(dropped)
 
     def give_up(self, why: PxrsError) -> None:
         """Serve nothing any more: the claim is lost, or the topic is gone."""
         with self.lock:
             self._gone = self._gone or why
             writer, self._writer = self._writer, None
+            self._drop_pending()
             self._changed.notify_all()
             if writer is not None:
                 writer.stop()
@@ -181,14 +228,19 @@ class OwnedPartition:
                 self._stuck = PartitionUnavailable(self.name, why)
             if self._writer is not None:
                 self._writer.stop()
+            self._drop_pending()
             self._changed.notify_all()
         self._broker.view.look_again()
+
+    def check_kept(self) -> None:
+        """Raise an error if the partition was given up."""
+        if self._gone is not None:
+            raise fresh(self._gone)
 
     def _check(self) -> None:
         """Raise an error if this broker may not answer reads (C4): its lease may have ended, and another broker may
         have taken the partition and confirmed more."""
-        if self._gone is not None:
-            raise fresh(self._gone)
+        self.check_kept()
         if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
         if self._generation == 0:
@@ -276,9 +328,7 @@ class OwnedPartition:
         try:
             for _ in range(RECALLS_MAX):
                 try:
-                    with self.lock:
-                        self._wait_for_room()
-                        return self._place(batches, recalled)
+                    return self._place_in_room(batches, recalled)
                 except Unread as unread:
                     recalled[unread.since] = unread.read(self._broker.reader, self.place)
             raise PartitionUnavailable(self.name, "more is stored all the time than can be searched for the producer")
@@ -287,9 +337,25 @@ class OwnedPartition:
         except AppendFailed as error:
             return [NotStored(error)] * len(batches)
 
-    def _wait_for_room(self) -> None:
-        """Under the lock. Raises PartitionMoved, PartitionUnavailable."""
+    def _place_in_room(self, batches: Sequence[Append], recalled: dict[int, Recalled]) -> Ticket:
+        """Wait until this partition and the broker have room, then place the batches. Raises PartitionMoved,
+        PartitionUnavailable, what `_place` raises."""
         until = time.monotonic() + self._broker.settings.append_s
+        room, size = self._broker.room, sum(batch.payload.frame_bytes for batch in batches)
+        while True:
+            with self.lock:
+                self._wait_for_room(until)
+                if room.take(self._pending_bytes, size):
+                    try:
+                        return self._place(batches, recalled)
+                    finally:
+                        room.give_back(size)  # `_place` has counted the entry, if there is a new one
+            # Without the lock: confirmations in other partitions make room, and this partition's own need its lock.
+            if not room.wait(lambda: self._pending_bytes, until):
+                raise PartitionUnavailable(self.name, "earlier appends to this broker are not acknowledged yet")
+
+    def _wait_for_room(self, until: float) -> None:
+        """Wait until this partition has room. Under the lock. Raises PartitionMoved, PartitionUnavailable."""
         while True:
             self._check()
             if self._stuck is not None:
@@ -315,8 +381,7 @@ class OwnedPartition:
         if new:
             assert self._writer is not None
             entry = encode_entry(new, self.place, now)
-            self._pending.append(entry)
-            self._pending_bytes += entry.size
+            self._add_pending(entry)
             self._next = entry.next_offset
             for batch, offset in new:
                 self._producers.note(batch.origin, offset, now / 1e6)
@@ -365,6 +430,7 @@ class OwnedPartition:
         """The first so many pending entries are confirmed. Called by the writer, under the lock."""
         if writer is not self._writer:
             return
+        before = self._pending_bytes
         for _ in range(count):
             entry = self._pending.popleft()
             self._pending_bytes -= entry.size
@@ -372,6 +438,7 @@ class OwnedPartition:
             if entry.rows:
                 self._recent.add(entry)
                 self._end = entry.next_offset
+        self._broker.room.give_back(before - self._pending_bytes)
         self._changed.notify_all()
         self._subscribers.wake((self.partition,))
 
@@ -464,6 +531,7 @@ class OwnedPartition:
         for numbers in remove_ledgers(self._broker, lambda: self.claim, gone):
             with self.lock:
                 self._chain = [record for record in self._chain if record.number not in numbers]
+                self._kept_from = max(self._kept_from, *(number + 1 for number in numbers))
         for record in gone:
             self._broker.reader.forget(record.id)
         return self.bounds().start if gone else None

@@ -50,8 +50,17 @@ Step = Callable[[], list[RecoveryAction]]
 class Recoverer:
     """One recovery of one ledger, for the broker that owns the partition."""
 
-    def __init__(self, broker: Broker, topic: TopicRecord, record: LedgerRecord, version: int, epoch: int) -> None:
-        self._broker, self._topic = broker, topic
+    def __init__(
+        self,
+        broker: Broker,
+        topic: TopicRecord,
+        record: LedgerRecord,
+        version: int,
+        epoch: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """check: raises an error once the broker has given the partition up; the recovery is then ended."""
+        self._broker, self._topic, self._check = broker, topic, check
         self._decided = abandonment_of(broker.registry, record)
         nodes = () if self._decided is None else self._decided.nodes
         self._core = Recovery(record, version, epoch, abandoned=nodes)
@@ -60,7 +69,8 @@ class Recoverer:
         """Answers, from any thread, to be passed to the core by this one."""
 
     def run(self) -> Closed:
-        """Raises PartitionUnavailable if too few nodes answer in time, or if somebody else has changed the record."""
+        """Raises PartitionUnavailable if too few nodes answer in time, or if somebody else has changed the record; what
+        `check` raises."""
         began, outcome = time.monotonic(), "failed"
         try:
             closed = self._run()
@@ -74,6 +84,7 @@ class Recoverer:
         self._do(self._core.offer(self._broker.spares(self._topic, self._core.record.named)))
         self._do(self._core.start())
         while self._core.stopped is None:
+            self._check()
             try:
                 step = self._steps.get(timeout=RETRY_S)
             except queue.Empty:

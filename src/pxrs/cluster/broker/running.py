@@ -19,6 +19,7 @@ from pxrs.cluster.broker.pools import ToldPool
 from pxrs.cluster.broker.reading import LedgerReader
 from pxrs.cluster.broker.recent import Recent
 from pxrs.cluster.broker.repairs import Repairs
+from pxrs.cluster.broker.room import Room
 from pxrs.cluster.broker.view import View
 from pxrs.cluster.links import LinkSettings
 from pxrs.cluster.naming import cluster_id
@@ -46,11 +47,11 @@ class RunningBroker:
         clock: Clock = SYSTEM,
     ) -> None:
         """links, peers: how storage nodes and other brokers are reached: time limits, tokens, TLS."""
-        settings = settings or BrokerSettings()
+        settings, links = settings or BrokerSettings(), links or LinkSettings()
         self._cluster = cluster_id(registry)
         self._view = View(registry)
         self._view.start()
-        self._links = NodeLinks(registry, self._view, links or LinkSettings())
+        self._links = NodeLinks(registry, self._view, links)
         self._crew = ToldPool(CREW_MAX, "pxrs-broker")
         self._rollers = ToldPool(settings.openings_max, "pxrs-rolling")
         self._membership = Membership(registry, "", name, lease_ttl)
@@ -63,6 +64,7 @@ class RunningBroker:
             Recent(settings.recent_bytes),
             self._crew,
             self._rollers,
+            Room(min(settings.unconfirmed_bytes_max, links.unanswered_bytes_max // 2)),
             settings,
             clock,
         )
@@ -71,7 +73,15 @@ class RunningBroker:
         log = ClusterLog(self.broker, self.ownership, self._peers, self._cluster, f"cluster:{self._cluster[:8]}")
         self.hub = Hub(log, registry)
         self.broker.news.recorder = self.hub.parts.events
+        self._peers_kept = self._view.subscribe(self._keep_peers)
         self.repairs = Repairs(self.broker, self.ownership, self.hub.parts.events)
+
+    def _keep_peers(self) -> None:
+        """After each change: end the connections to brokers that are gone."""
+        seen = self._view.seen
+        topics = {record.topic.id for record, _ in seen.topics.values()}
+        for session in self._peers.keep({each.address for each in seen.brokers.values()}, topics):
+            self._crew.submit(session.close)
 
     def join(self, address: str) -> None:
         """Take part: own partitions, and be found under this address, host and port."""
@@ -90,6 +100,7 @@ class RunningBroker:
     def close(self) -> None:
         """After `leave`, and after the server has ended. Closes the hub, and with it the registry."""
         self.hub.close()
+        self._peers_kept.close()
         self._view.close()
         self._peers.close()
         self._links.close()

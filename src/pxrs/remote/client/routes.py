@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -23,6 +23,8 @@ ASK_S: Final = 0.05
 """How often the owners of a topic are asked for at most."""
 ANSWER_S: Final = 20.0
 """How long a broker may take to answer: longer than an append waits there for its acknowledgements."""
+ABSENT_S: Final = 60.0
+"""How long a broker must be absent before its connection is given up: longer than any call to it may take."""
 
 
 class Peers:
@@ -35,6 +37,8 @@ class Peers:
         self._is_closed = False
         self._sessions: dict[str, Session] = {}
         self._topics: dict[tuple[str, str], RemoteTopic] = {}
+        self._absent: dict[str, float] = {}
+        """Since when `keep` misses the broker of a session (monotonic)."""
 
     def check(self) -> None:
         if self._is_closed:
@@ -51,6 +55,16 @@ class Peers:
                     session = self._sessions[address] = Session(self._settings_of(address))
                 known = self._topics[address, topic.id] = RemoteTopic(topic, session)
             return known
+
+    def keep(self, addresses: Collection[str], topics: Collection[str]) -> list[Session]:
+        """Forget the topics that are not among these, by their ids, and the brokers whose addresses were not among
+        these for ABSENT_S. Returns the sessions of these brokers, which the caller closes."""
+        now = time.monotonic()
+        with self._lock:
+            self._absent = {each: self._absent.get(each, now) for each in self._sessions if each not in addresses}
+            gone = [address for address, since in self._absent.items() if now - since >= ABSENT_S]
+            self._topics = {key: each for key, each in self._topics.items() if key[0] not in gone and key[1] in topics}
+            return [self._sessions.pop(address) for address in gone]
 
     def is_at(self, address: str, handle: TopicLog) -> bool:
         """Whether the handle is that of a topic at the broker with this address."""
