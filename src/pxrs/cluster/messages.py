@@ -21,6 +21,8 @@ FENCE: Final = "storage.fence"
 INDEX: Final = "storage.index"
 LEDGERS: Final = "storage.ledgers"
 COLLECT: Final = "storage.collect"
+ABOUT_BYTES_MAX: Final = 1 << 20
+"""How long the JSON of a message of adds may be. As objects it takes ten times that memory."""
 _BODY_TAG: Final = b"\xc2\x3e"
 _METADATA_TAG: Final = b"\x1a"
 
@@ -65,6 +67,10 @@ def adds(batch: Sequence[Add]) -> bytes:
 def read_adds(message: bytes) -> list[Add]:
     """The adds of a message; their bodies are slices of it. Raises InvalidArgument, MalformedMessage."""
     found = flight.read_flight_data(message)
+    if len(found.app_metadata) > ABOUT_BYTES_MAX:
+        raise InvalidArgument(
+            f"a message of adds has more than {ABOUT_BYTES_MAX:,} bytes of JSON: send several messages"
+        )
     try:
         batch, at = [], 0
         view = memoryview(found.body)

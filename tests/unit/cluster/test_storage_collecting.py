@@ -11,8 +11,9 @@ import pytest
 from pxrs import registry as registries
 from pxrs.cluster.ledgers import Fragment, Joining, LedgerName, LedgerRecord, Quorum
 from pxrs.cluster.naming import cluster_id
-from pxrs.cluster.records import CLUSTER_ID, OwnerRecord, owner_key
+from pxrs.cluster.records import CLUSTER_ID, NodeRecord, OwnerRecord, node_key, owner_key
 from pxrs.cluster.storage.collecting import Collector
+from pxrs.cluster.storage.format import record_bytes
 from pxrs.cluster.storage.node import StorageNode
 from pxrs.cluster.storage.room import Room
 from pxrs.cluster.storage.settings import StorageLimits
@@ -33,6 +34,7 @@ def folder() -> Iterator[Path]:
 def registry() -> Iterator[Registry]:
     with registries.open("memory:") as found:
         cluster_id(found)
+        found.commit(put={node_key(NODE): NodeRecord("127.0.0.1:1", 1).dump()})
         yield found
 
 
@@ -54,7 +56,7 @@ def put_record(registry: Registry, id: str, *nodes: str, joining: tuple[Joining,
 
 
 def collector(registry: Registry, node: StorageNode) -> Collector:
-    return Collector(registry, node, cluster_id(registry), LIMITS)
+    return Collector(registry, node, cluster_id(registry), 1, LIMITS)
 
 
 def ids(node: StorageNode) -> list[str]:
@@ -176,11 +178,30 @@ def test_a_removal_that_was_moved_does_not_void_what_came_after_it(registry: Reg
         for number in range(4):
             assert add(node, entry(number, ledger(1), recovery=2)) == [None]
         before = node.index.removals[ledger(1)].position
-        Collector(registry, node, cluster_id(registry), StorageLimits(compact_below=2.0)).collect()
+        Collector(registry, node, cluster_id(registry), 1, StorageLimits(compact_below=2.0)).collect()
         assert node.index.removals[ledger(1)].position > before
     with opened(folder, segment_bytes=600) as node:
         assert stored(node, ledger(1)) == [0, 1, 2, 3]
         assert stored(node, ledger(0)) == [*range(12)]
+
+
+def test_a_removal_that_was_moved_leaves_a_lower_fence_that_came_after_it(registry: Registry, folder: Path) -> None:
+    with opened(folder, segment_bytes=1) as node:
+        node.fence(ledger(0), 3)
+        assert [node.remove(*each, has_partition=True) for each in node.ledgers()] == [True]
+        node.fence(ledger(0), 1)
+        put_record(registry, ledger(0), NODE)
+        everything = Collector(registry, node, cluster_id(registry), 1, StorageLimits(compact_below=2.0))
+        with node.lock:
+            removal = node.index.removals[ledger(0)].position
+        base = node.index.segment_of(removal)
+        everything._copy(base)
+        assert everything._unlink(base)
+    with opened(folder) as node:
+        assert node.page(ledger(0), -1, 1).fence == 1
+        assert isinstance(add(node, entry(0, ledger(0)))[0], LedgerFenced)
+        dead = sum(node.index.dead.values())
+        assert dead == record_bytes(ledger(0), 0)  # the first fence alone
 
 
 def test_compaction_needs_room_and_removal_does_not(

@@ -19,7 +19,14 @@ from pxrs.cluster.storage.identity import Started, start
 from pxrs.cluster.storage.node import NodeSettings
 from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported, OutcomeUnknown, PxrsError
+from pxrs.errors import (
+    ClusterError,
+    InvalidArgument,
+    NodeFormatUnsupported,
+    OutcomeUnknown,
+    PxrsError,
+    RegistryUnavailable,
+)
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
 from tests.unit.cluster.stored import add, entry, fast_folder, stored
@@ -116,10 +123,10 @@ def test_a_start_that_died_between_disk_and_registry_is_the_same_node(
     with monkeypatch.context() as patch:
 
         def fail(*arguments: object, **named: object) -> None:
-            raise Conflict(["died"])
+            raise RegistryUnavailable("died")
 
         patch.setattr(registry, "commit", fail)
-        with pytest.raises(Conflict), started(folder, registry):
+        with pytest.raises(RegistryUnavailable), started(folder, registry):
             pass
     assert json.loads((folder / "node.json").read_text())["starts"] == 2
     assert record_of(registry, node).starts == 1

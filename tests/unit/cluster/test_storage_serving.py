@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from pxrs import registry as registries
 from pxrs.cluster.links import LinkSettings, NodeLink
 from pxrs.cluster.messages import Add
 from pxrs.cluster.records import AliveNode, alive_key
+from pxrs.cluster.storage import service
+from pxrs.cluster.storage.collecting import Collected, Collector
 from pxrs.cluster.storage.journal import Journal
 from pxrs.cluster.storage.running import StorageServer, StorageSettings, storing
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import LedgerFenced, NodeFull, NodeUnreachable, WrongNode
+from pxrs.errors import LedgerFenced, NodeFull, NodeUnreachable, PxrsError, WrongNode
 from pxrs.log.batch import SCHEMA, encode, header_bytes, padding, read_header
 from pxrs.registry.contract import Registry
 from pxrs.server.auth import tokens
+from pxrs.server.budget import Budget
 from pxrs.testing.servers.process import wait_until
 from tests.unit.cluster.stored import ANSWER_S_MAX, LEDGER, body_of, entry, fast_folder, head_of
 
@@ -247,6 +251,54 @@ def test_a_full_node_says_so_to_brokers_and_in_the_registry(
         is_full.clear()
         wait_for(is_refusing=False)
         assert sent(link, entry(0)) == [None]
+
+
+def test_w5_an_entry_takes_its_whole_length_of_the_room_for_reads(
+    registry: Registry, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    exchange = Budget.exchange
+
+    def noted(budget: Budget, taken: int, size: int) -> int:
+        found = exchange(budget, taken, size)
+        held.append(budget.held)
+        return found
+
+    monkeypatch.setattr(service, "PIECE_BYTES", 1_000)
+    with served(registry, folder) as server, linked(server) as link:
+        assert sent(link, entry(0, size=50_000)) == [None]
+        monkeypatch.setattr(Budget, "exchange", noted)
+        assert len(link.read(LEDGER, 0, 0)[0].body) == 50_000
+    assert max(held) > 50_000
+
+
+def test_w5_one_call_at_a_time_looks_for_garbage(
+    registry: Registry, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not take the threads of reads and fences."""
+    is_collecting, may_end = threading.Event(), threading.Event()
+    collect = Collector.collect
+
+    def slow(collector: Collector) -> Collected:
+        is_collecting.set()
+        assert may_end.wait(ANSWER_S_MAX)
+        return collect(collector)
+
+    monkeypatch.setattr(Collector, "collect", slow)
+    with (
+        served(registry, folder, limits={"threads": 2}) as server,
+        linked(server) as link,
+        ThreadPoolExecutor(1) as pool,
+        releasing(may_end),
+    ):
+        first = pool.submit(link.collect, ANSWER_S_MAX)
+        assert is_collecting.wait(ANSWER_S_MAX)
+        for _ in range(3):
+            with pytest.raises(PxrsError, match="already"):
+                link.collect()
+        assert link.fence(LEDGER, 1).last == -1
+        may_end.set()
+        assert first.result(ANSWER_S_MAX)["skipped"] is None
 
 
 def test_w4_a_node_with_tokens_wants_the_right_to_use_the_cluster(registry: Registry, folder: Path) -> None:

@@ -5,7 +5,8 @@ the stream's adds are done, with one number, and lists those that were refused. 
 written something of this stream.
 
 The bytes of all adds that are received and not synced yet are bounded for all streams together (`Budget`): a stream
-waits until others are synced, and gRPC's flow control slows its broker down (W5).
+waits until others are synced, and gRPC's flow control slows its broker down (W5). So does a broker that does not take
+the refusals that it is answered with.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from pxrs.server.served import Send, Stalled
 
 ANSWER_S: Final = 30.0
 """How long an answer may wait to be taken by the broker."""
+ADD_BYTES: Final = 1_000
+"""How much memory an add takes beside its bytes."""
+REFUSED_MAX: Final = 10_000
+"""How many refusals may wait for the broker before the stream receives nothing more."""
 
 
 class AddStream:
@@ -84,9 +89,13 @@ class AddStream:
 
     async def _receive(self, received: AsyncIterator[bytes]) -> None:
         async for message in received:
+            while len(self._refused) > REFUSED_MAX:
+                self._is_sent.clear()
+                await self._is_sent.wait()
             taken = await self._budget.take(len(message))
             try:
                 adds = messages.read_adds(message)
+                taken = self._budget.exchange(taken, taken + ADD_BYTES * len(adds))
                 _check(adds)
                 self._count += len(adds)
                 self._node.add(adds, self._count - len(adds), self._note)

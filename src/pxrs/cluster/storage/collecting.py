@@ -4,7 +4,8 @@ A ledger is garbage if the registry has no record of it, or one that does not na
 ledgers first and asks for the records afterwards (C5): a record names a node before the node gets anything of the
 ledger, so a ledger that was listed has a record by then, if it ever had one. The other way round, a ledger that was
 created after the records were read would be removed. Nothing is removed if the registry belongs to another cluster, or
-to none, as after it was emptied.
+to none, as after it was emptied, nor if it has gone back behind what this process has recorded in it, as after it was
+restored from a backup.
 
 A segment without records that count is unlinked. One in which few bytes count is compacted: the records that count are
 appended to the journal again, and the segment is unlinked when they are synced.
@@ -19,12 +20,13 @@ from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.naming import known_cluster_id
-from pxrs.cluster.records import ledgers_prefix, owner_key
+from pxrs.cluster.records import NodeRecord, ledgers_prefix, node_key, owner_key
 from pxrs.cluster.storage.format import Kind, Record
 from pxrs.cluster.storage.index import entries_of
 from pxrs.cluster.storage.node import StorageNode
+from pxrs.cluster.storage.registration import older_registry
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import DamagedFrame, PxrsError
+from pxrs.errors import DamagedFrame, NodeFull, PxrsError, RegistryCorrupt
 from pxrs.metrics.instruments import STORAGE_REMOVED
 from pxrs.registry.contract import Registry
 from pxrs.waiting import start_thread
@@ -51,8 +53,10 @@ class Collected(NamedTuple):
 class Collector:
     """One thread; `collect` may also be called by others, one after the other."""
 
-    def __init__(self, registry: Registry, node: StorageNode, cluster: str, limits: StorageLimits) -> None:
-        self._registry, self._node, self._cluster, self._limits = registry, node, cluster, limits
+    def __init__(self, registry: Registry, node: StorageNode, cluster: str, starts: int, limits: StorageLimits) -> None:
+        """starts: which start of the node this process is."""
+        self._registry, self._node, self._cluster, self._starts = registry, node, cluster, starts
+        self._limits = limits
         self._lock = threading.Lock()
         """Held during a round."""
         self._kept: set[int] = set()
@@ -84,17 +88,30 @@ class Collector:
         """One round. Raises RegistryError, NodeFull, OSError."""
         with self._lock:
             mine = self._node.ledgers()  # before anything is read from the registry
-            if known_cluster_id(self._registry) != self._cluster:
-                skipped = "the registry belongs to another cluster, or to none"
+            removed, full = 0, None
+            if (skipped := self._distrust()) is not None:
                 _logger.error("no ledger is removed: %s", skipped)
-                removed = 0
-            else:
-                skipped = None
-                removed = sum(self._remove(ledger, mark) for ledger, mark in self._garbage(mine))
-            if self._node.is_damaged:  # what is in the segments is not known for sure
-                return Collected(removed, 0, 0, skipped)
-            segments, copied = self._clean()
+            elif garbage := list(self._garbage(mine)):
+                try:
+                    self._node.settle()
+                    removed = sum(self._remove(ledger, mark) for ledger, mark in garbage)
+                except NodeFull as error:  # raised below: what was removed before may free the room that is lacking
+                    full = error
+            # In a damaged journal it is not known for sure what is in the segments.
+            segments, copied = (0, 0) if self._node.is_damaged else self._clean()
+            if full is not None:
+                raise full
             return Collected(removed, segments, copied, skipped)
+
+    def _distrust(self) -> str | None:
+        """Why records that the registry does not have prove nothing; None if they do."""
+        if known_cluster_id(self._registry) != self._cluster:
+            return "the registry belongs to another cluster, or to none"
+        recorded_end = self._node.recorded_end  # before the record is read, which may be written meanwhile
+        entry = self._registry.get(node_key(self._node.id))
+        if entry is None:
+            return "the registry has no record of this node"
+        return older_registry(NodeRecord.parse(entry.key, entry.value), self._starts, recorded_end)
 
     def _garbage(self, mine: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
         """The ledgers that are garbage, with their marks."""
@@ -105,16 +122,22 @@ class Collector:
         for (topic_id, partition), ledgers in partitions.items():
             if self._is_closing.is_set():
                 return
-            records = {
-                entry.key: LedgerRecord.parse(entry.key, entry.value)
-                for entry in self._registry.scan(ledgers_prefix(topic_id, partition))
-            }
+            try:
+                records = {
+                    entry.key: LedgerRecord.parse(entry.key, entry.value)
+                    for entry in self._registry.scan(ledgers_prefix(topic_id, partition))
+                }
+            except RegistryCorrupt as error:
+                _logger.error("no ledger of partition %d of %s is removed: %s", partition, topic_id, error)
+                continue
             for ledger, mark in ledgers:
                 record = records.get(LedgerName.of_id(ledger).key)
                 if record is None or self._node.id not in record.named:
                     yield ledger, mark
 
     def _remove(self, ledger: str, mark: int) -> bool:
+        if self._is_closing.is_set():
+            return False
         name = LedgerName.of_id(ledger)
         has_partition = self._registry.get(owner_key(name.topic_id, name.partition)) is not None
         is_removed = self._node.remove(ledger, mark, has_partition=has_partition)
@@ -140,9 +163,10 @@ class Collector:
                 break
             try:
                 copied += self._copy(base) if live else 0
-            except DamagedFrame as error:
-                self._kept.add(base)
-                _logger.error("a segment is kept, because a record in it is damaged: %s", error)
+            except (DamagedFrame, OSError) as error:  # other segments may still be cleaned
+                if isinstance(error, DamagedFrame):
+                    self._kept.add(base)
+                _logger.error("a segment is kept, because a record in it cannot be read: %s", error)
                 continue
             if self._unlink(base):
                 segments += 1

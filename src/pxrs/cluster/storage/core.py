@@ -370,7 +370,8 @@ def decide_start(
     elif registered is None:
         why = f"the registry does not know the node {cookie.node}"
     elif cookie.starts not in (registered.starts, registered.starts + 1):
-        why = f"the disk counts {cookie.starts} starts and the registry {registered.starts}: it is an older copy"
+        older = "the disk" if cookie.starts < registered.starts else "the registry"
+        why = f"the disk counts {cookie.starts} starts and the registry {registered.starts}: {older} is an older copy"
     elif journal_end < registered.journal_end:
         why = f"the journal ends at {journal_end:,} and had {registered.journal_end:,} bytes: it is an older copy"
     if why or cookie is None or registered is None:

@@ -26,6 +26,8 @@ FORMAT: Final = 1
 ALIGNMENT: Final = 8
 LEDGER_BYTES_MAX: Final = 200
 BODY_BYTES_MAX: Final = 64 << 20
+NUMBER_MAX: Final = (1 << 63) - 1
+"""The highest number that a field of a record can have."""
 NONE: Final = -1
 """Stands for a recovery number that is absent."""
 HERE: Final = -1

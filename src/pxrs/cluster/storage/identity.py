@@ -1,12 +1,16 @@
 """Which node a directory is (C5), and the start of a node on it. `core.decide_start` has the rules.
 
     node.json    the node's id, the cluster's id, the number of starts, the format of the directory
-    lock         held with flock while a process uses the directory
+    lock         held with flock while a process uses the directory; so is the directory itself, because this file can
+                 be deleted by mistake
     journal/     the journal's segments
     aside-.../   what was there before the directory became a new node; never deleted by pxrs
 
 A start raises the counter on the disk first, synced, and then in the registry, by compare-and-set. A process that finds
 the counter in the registry above its own has been replaced, and stops (`registration`).
+
+A copy of the directory of a node that runs has the right counter, and lacks what the node has acknowledged since. So
+before the counter is raised, the start waits until no process at another address is alive as this node.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ from typing import Final, NamedTuple
 
 from pxrs import disk
 from pxrs.cluster.naming import cluster_id
-from pxrs.cluster.records import IN_USE, NodeRecord, node_key
+from pxrs.cluster.records import IN_USE, AliveNode, NodeRecord, alive_key, checked_id, node_key
 from pxrs.cluster.storage.core import Cookie, Start, decide_start
 from pxrs.cluster.storage.format import FORMAT
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
-from pxrs.errors import Conflict, InvalidArgument, NodeFormatUnsupported, OutcomeUnknown
+from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported, OutcomeUnknown
+from pxrs.log.directory.segments.files import segment_bases
 from pxrs.registry.contract import ABSENT, Entry, Registry
 
 _logger = logging.getLogger(__name__)
@@ -38,6 +43,9 @@ JOURNAL: Final = "journal"
 ASIDE: Final = "aside-"
 _UNKNOWN_END: Final = 1 << 62
 TRIES_MAX: Final = 5
+ALIVE_S_MAX: Final = 30.0
+"""How long a start waits for the end of the lease of another process that is alive as the same node."""
+_LOOK_S: Final = 1.0
 
 
 class Started(NamedTuple):
@@ -58,11 +66,15 @@ class Directory:
         self.path = Path(path).absolute()
         disk.refuse_network_file_system(self.path, "a storage node")
         disk.make_folders(self.path)
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._locks = [
+            os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644),
+            os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
+        ]
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for lock in self._locks:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
+            self.close()
             raise InvalidArgument(
                 f"{self.path} is used by another storage node that runs: give another --dir, or stop that one"
             ) from None
@@ -71,15 +83,17 @@ class Directory:
     def journal(self) -> str:
         return str(self.path / JOURNAL)
 
+    def has_segments(self) -> bool:
+        return os.path.isdir(self.journal) and bool(segment_bases(self.journal))
+
     def cookie(self) -> Cookie | None:
         """Who the directory says it is; None if it does not, or if that cannot be read. Raises
         NodeFormatUnsupported."""
         try:
             found = json.loads((self.path / COOKIE).read_bytes())
-            number = int(found["format"])
-            cookie = (
-                Cookie(str(found["node"]), str(found["cluster"]), int(found["starts"])) if number == FORMAT else None
-            )
+            number, cookie = int(found["format"]), None
+            if number == FORMAT:
+                cookie = Cookie(checked_id(str(found["node"])), str(found["cluster"]), int(found["starts"]))
         except FileNotFoundError:
             return None
         except (KeyError, TypeError, ValueError) as error:
@@ -110,24 +124,52 @@ class Directory:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def start(
-    path: str | os.PathLike[str], registry: Registry, address: str, settings: NodeSettings | None = None
+    path: str | os.PathLike[str],
+    registry: Registry,
+    address: str,
+    settings: NodeSettings | None = None,
+    alive_s_max: float = ALIVE_S_MAX,
 ) -> Started:
     """Start the node of this directory, or a new one if the directory cannot be trusted. The caller closes the node,
     then the directory.
 
-    address: where brokers reach it. Raises NodeFormatUnsupported, InvalidArgument, RegistryError, OSError."""
+    address: where brokers reach it. alive_s_max: see ALIVE_S_MAX. Raises NodeFormatUnsupported, InvalidArgument,
+    ClusterError if another process is alive as this node, RegistryError, OSError."""
     directory = Directory(path)
     try:
+        cookie = directory.cookie()
+        if cookie is not None:
+            _wait_for_other(registry, cookie.node, address, directory, alive_s_max)
         return _start(directory, registry, address, settings)
     except BaseException:
         directory.close()
         raise
+
+
+def _wait_for_other(registry: Registry, node: str, address: str, directory: Directory, s_max: float) -> None:
+    """Return when no process at another address is alive as this node. A process at this address was the one before:
+    no two can listen there."""
+    key, until, told = alive_key(node), time.monotonic() + s_max, ""
+    with registry.watch(key) as watch:
+        while (entry := registry.get(key)) is not None:
+            other = AliveNode.parse(key, entry.value).address
+            left_s = until - time.monotonic()
+            if other == address:
+                return
+            if left_s <= 0:
+                raise ClusterError(
+                    f"storage node {node} runs at {other} already, and {directory.path} is a copy of its directory: "
+                    "stop that node first, or start another one on an empty directory"
+                )
+            if other != told:
+                told = other
+                _logger.warning("storage node %s is alive at %s; waiting for the end of its lease", node, other)
+            watch.wait(min(left_s, _LOOK_S))
 
 
 def _start(directory: Directory, registry: Registry, address: str, settings: NodeSettings | None) -> Started:
@@ -138,6 +180,9 @@ def _start(directory: Directory, registry: Registry, address: str, settings: Nod
     try:
         # First without the journal, which is not opened if the directory belongs to another node anyway.
         decided = _decide(cookie, entry, cluster, _UNKNOWN_END)
+        if not decided.is_new and not directory.has_segments():
+            # Each start makes one before it is recorded. The end of the journal is recorded only now and then.
+            decided = Start(uuid.uuid4().hex, 1, True, "the files of its journal are gone")
         if not decided.is_new:
             node = _open(directory, decided.node, settings)
             decided = _decide(cookie, entry, cluster, node.journal.end)
@@ -156,7 +201,14 @@ def _start(directory: Directory, registry: Registry, address: str, settings: Nod
         if decided.is_new:
             node = _open(directory, decided.node, settings)
         assert node is not None
-        _register(registry, decided, entry, address, node.journal.end)
+        try:
+            _register(registry, decided, entry, address, node.journal.end)
+        except Conflict:
+            # If a copy of this directory has been started, its counter is not the one of this disk.
+            if cookie is not None and not decided.is_new:
+                directory.write_cookie(cookie)
+            raise
+        node.recorded_end = node.journal.end
         return Started(node, cluster, decided.starts, directory)
     except BaseException:
         if node is not None:
@@ -181,16 +233,19 @@ def _register(registry: Registry, start: Start, entry: Entry | None, address: st
         record = NodeRecord(address, start.starts, FORMAT, journal_end, IN_USE)
     else:
         before = NodeRecord.parse(entry.key, entry.value)
-        record = replace(before, address=address, starts=start.starts, format=FORMAT)
+        record = replace(before, address=address, starts=start.starts, format=FORMAT, journal_end=journal_end)
     expect = {key: ABSENT if entry is None else entry.version}
+    is_unknown = False
     for _ in range(TRIES_MAX):
         try:
             registry.commit(expect=expect, put={key: record.dump()})
             return
         except OutcomeUnknown:
-            continue  # the same compare-and-set again: if it has landed, that is a Conflict with our own value
+            is_unknown = True  # the same compare-and-set again: if it has landed, that is a Conflict with our own value
         except Conflict:
-            found = registry.get(key)
+            # Without a lost reply the value is that of another process, also if it is the same: a copy of this
+            # directory was started with the same address.
+            found = registry.get(key) if is_unknown else None
             if found is not None and found.value == record.dump():
                 return
             raise

@@ -73,14 +73,15 @@ class Entries:
     def add(self, entry: int, head: EntryHead) -> None:
         """The entry must not be there."""
         *most, checksum = head
-        row = (UNSYNCED, *most, checksum - _WRAP if checksum >= _WRAP >> 1 else checksum)
+        # Made before anything is changed: a number that does not fit raises OverflowError here.
+        row = array("q", (UNSYNCED, *most, checksum - _WRAP if checksum >= _WRAP >> 1 else checksum))
         if not self._numbers or entry > self._numbers[-1]:
             self._numbers.append(entry)
             self._rest.extend(row)
         else:
             at = bisect_left(self._numbers, entry)
             self._numbers.insert(at, entry)
-            self._rest[at * _WIDTH : at * _WIDTH] = array("q", row)
+            self._rest[at * _WIDTH : at * _WIDTH] = row
 
     def checksum(self, entry: int) -> int:
         found = self.find(entry)
@@ -159,6 +160,8 @@ class Index:
         self._core, self._bases = core, bases
         self.fences: dict[str, tuple[int, int]] = {}
         """By ledger: the fence that is synced, and the position of its record."""
+        self._replayed: dict[str, list[tuple[int, int]]] = {}
+        """At the start of the node, by ledger: number and position of each fence that was read."""
         self.removals: dict[str, Removal] = {}
         self._remembered: dict[tuple[str, int], str] = {}
         """By topic id and partition: the ledger of the highest number that was removed."""
@@ -183,9 +186,14 @@ class Index:
             self._core.replay(StoreItem(record.ledger, record.entry, head, record.lac, record.recovery))
         elif record.kind is Kind.FENCE:
             self._core.replay(FenceItem(record.ledger, record.recovery or 0))
+            self._replayed.setdefault(record.ledger, []).append((record.recovery or 0, record.position))
         elif record.kind is Kind.REMOVED:
             self._replay_removal(record)
         self.written(record)
+
+    def end_replay(self) -> None:
+        """All records of the journal were replayed."""
+        self._replayed.clear()
 
     def _replay_removal(self, record: Record) -> None:
         """The core voids everything before the removal. If compaction has moved the record behind entries and fences
@@ -204,10 +212,14 @@ class Index:
             else:
                 voided.add(place.entry, place.head)
                 voided.move(place.entry, place.position)
-        number, position = self.fences.get(record.ledger, (0, -1))
-        if position >= record.offset:
-            self._core.replay(FenceItem(record.ledger, number))
         self.void(record, voided)
+        later = [fence for fence in self._replayed.pop(record.ledger, []) if fence[1] >= record.offset]
+        if later:
+            self._replayed[record.ledger] = later
+            if record.ledger not in self.fences:  # a higher one, which is voided now, had hidden it
+                self.fences[record.ledger] = max(later)
+                self.dead[self.segment_of(max(later)[1])] -= record_bytes(record.ledger, 0)
+            self._core.replay(FenceItem(record.ledger, self.fences[record.ledger][0]))
 
     def written(self, record: Record) -> None:
         """A record that the core has accepted is synced."""

@@ -17,6 +17,7 @@ reads a segment up to where the next one begins.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -216,6 +217,8 @@ class Journal:
             pieces.append(b"".join(small))
             self._active.write(pieces, self.end - self.bases[-1])
             self._active.sync()
+            if self._active.is_removed:  # a restart would not find what was written
+                raise FileNotFoundError(errno.ENOENT, "the segment file was removed while the node runs")
         return position
 
     def _begin_segment(self) -> None:
@@ -224,7 +227,9 @@ class Journal:
         if self.is_broken and self.end == self.bases[-1]:
             # Nothing in the file counts. A file with another inode takes its place: a later sync of the old one may
             # report success for pages that the kernel has dropped.
-            os.unlink(path)
+            # It is missing if an earlier attempt has unlinked it and could not make the new one.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         segment = OpenSegment.open(self.folder, self.end, is_created=True)
         disk.sync_folder(self.folder)
         if segment.size:

@@ -30,13 +30,13 @@ from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.messages import Add
 from pxrs.cluster.storage.core import Entries as Present
 from pxrs.cluster.storage.core import FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
-from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, Kind, Record, seed_of
+from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, NUMBER_MAX, Kind, Record, seed_of
 from pxrs.cluster.storage.index import Entries, Index, Place, entries_of
 from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
 from pxrs.cluster.storage.opening import open_journal
 from pxrs.cluster.storage.reading import EntryReader, Found
 from pxrs.cluster.storage.room import Room
-from pxrs.errors import InvalidArgument, NodeFull, NodeUnreachable, PxrsError
+from pxrs.errors import InvalidArgument, InvalidKey, NodeFull, NodeUnreachable, PxrsError
 from pxrs.metrics.instruments import (
     STORAGE_BYTES,
     STORAGE_ENTRIES,
@@ -44,6 +44,7 @@ from pxrs.metrics.instruments import (
     STORAGE_LEDGERS,
     STORAGE_REFUSES,
 )
+from pxrs.registry.values import check_key
 
 _logger = logging.getLogger(__name__)
 
@@ -88,9 +89,12 @@ class StorageNode:
         bases: list[int] = []
         self.index = Index(self.core, bases)
         opened = open_journal(folder, seed_of(node), self.index.replay, bases)
+        self.index.end_replay()
         self._damage = opened.damage
         self._room = Room(folder, self._settings.free_bytes_min, self._probe)
         self.journal = Journal(folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes)
+        self.recorded_end = -1
+        """The end of the journal that the registry has, as this process has recorded it; -1: not yet."""
         self._reader = EntryReader(node, self.core, self.journal, self.lock, self._damage)
         self.look_at_room()
         for gauge, read in _GAUGES:
@@ -161,6 +165,7 @@ class StorageNode:
             head.checksum,
             head.size,
         )
+        self._room.take(record.size)
         self.journal.submit(Write(record, add.body, done, undo))
         return None
 
@@ -206,7 +211,7 @@ class StorageNode:
             (item,) = outcome.append
             assert isinstance(item, FenceItem)
             record = Record(Kind.FENCE, ledger, recovery=item.recovery)
-            undo = functools.partial(self._lower_fence, ledger, before)
+            undo = functools.partial(_lower_fence, self.core, ledger, before)
         elif not outcome.is_after_sync:
             return outcome.reply, _nothing
         return outcome.reply, self._wait_for(Write(record, (), _ignore, undo))
@@ -229,11 +234,6 @@ class StorageNode:
         write.done = done
         self.journal.submit(write)
         return wait
-
-    def _lower_fence(self, ledger: str, before: int) -> None:
-        state = self.core.state(ledger)
-        if state is not None:
-            state.fence = before
 
     def read(
         self, ledger: str, first: int, last: int, max_bytes: int, recovery: int | None, *, heads: bool
@@ -266,8 +266,17 @@ class StorageNode:
         with self.lock:
             return self.core.ledgers()
 
+    def settle(self) -> None:
+        """Returns when all that was decided so far is synced. Raises NodeFull."""
+        with self.lock:
+            wait = self._wait_for(Write(None, (), _ignore))
+        wait()
+
     def remove(self, ledger: str, mark: int, *, has_partition: bool) -> bool:
-        """Remove a ledger that is garbage; whether it was removed. Returns when that is synced. Raises NodeFull."""
+        """Remove a ledger that is garbage; whether it was removed. Returns when that is synced. Raises NodeFull.
+
+        Call `settle` between `ledgers`, which gave the mark, and this. An entry or a fence that is synced only after
+        the removal was decided would count as voided by it, and be lost if the removal itself cannot be written."""
         with self.lock:
             state = self.core.state(ledger)
             outcome = self.core.remove(ledger, mark, has_partition=has_partition)
@@ -320,22 +329,37 @@ _GAUGES: Final = (
 
 
 def check_add(add: Add) -> None:
-    """Raises InvalidArgument if the ledger's id cannot be one, or the entry is too long."""
+    """Raises InvalidArgument if the ledger's id cannot be one, a number cannot be stored, or the entry is too long."""
     if not is_ledger(add.ledger):
         raise InvalidArgument(f"{add.ledger[:200]!r} is no id of a ledger")
+    offset, rows, _, last_timestamp, stored_at, _ = add.head
+    numbers = add.entry, add.lac, add.recovery or 0, offset, rows, last_timestamp, stored_at
+    if max(numbers) > NUMBER_MAX or min(last_timestamp, stored_at) < -NUMBER_MAX:
+        raise InvalidArgument(f"an entry of ledger {add.ledger} has a number that does not fit into 64 bits")
+    if add.lac < -1 or min(add.entry, add.recovery or 0, offset, rows) < 0:
+        raise InvalidArgument(f"an entry of ledger {add.ledger} has a negative number, recovery, offset or row count")
     if add.head.size > BODY_BYTES_MAX:
         raise InvalidArgument(f"an entry has {add.head.size:,} bytes, and {BODY_BYTES_MAX:,} is the most")
 
 
 @functools.lru_cache(maxsize=4096)
 def is_ledger(text: str) -> bool:
-    """Whether the text can be the id of a ledger."""
-    if not text.isascii() or not text.isprintable() or len(text) > LEDGER_BYTES_MAX:
+    """Whether the text can be the id of a ledger, and the registry could have a record of it."""
+    if not text.isascii() or len(text) > LEDGER_BYTES_MAX or text.count("/") != 2:
         return False
     try:
-        return LedgerName.of_id(text).id == text
-    except ValueError:
+        name = LedgerName.of_id(text)
+        check_key(name.key)
+    except (ValueError, InvalidKey):
         return False
+    return name.id == text and name.partition >= 0 and name.number >= 0
+
+
+def _lower_fence(core: NodeCore, ledger: str, before: int) -> None:
+    """Take a fence back that could not be written."""
+    state = core.state(ledger)
+    if state is not None:
+        state.fence = before
 
 
 def _refuse(number: int, done: Callable[[int, PxrsError | None], None], why: PxrsError, _: Exception | None) -> None:

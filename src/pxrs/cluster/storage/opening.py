@@ -99,12 +99,15 @@ def open_journal(folder: str, seed: int, apply: Apply, bases: list[int]) -> Open
 
 def _present(folder: str, gone: removed.Ranges, damage: list[DamagedFrame]) -> list[int]:
     """The bases of the segments. Those that the node was about to unlink when it was killed are unlinked now."""
-    bases = []
-    for base in segment_bases(folder):
-        if removed.is_within(gone, base):
-            os.unlink(segment_path(folder, base))
-        else:
-            bases.append(base)
+    bases = segment_bases(folder)
+    stale = [base for base in bases if removed.is_within(gone, base)]
+    if stale:
+        # The node may have been killed before the list itself was durable. A power loss must not take the list and
+        # leave the files unlinked: that would be damage.
+        removed.write(folder, gone)
+    for base in stale:
+        os.unlink(segment_path(folder, base))
+        bases.remove(base)
     for _, begin in [(0, 0), *gone]:
         # A segment begins where the removed range before it ends, and the first one at 0.
         if bases and begin < bases[-1] and begin not in bases and not removed.is_within(gone, begin):

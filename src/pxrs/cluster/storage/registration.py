@@ -17,7 +17,7 @@ from typing import Final
 from pxrs.cluster.records import RETIRED, AliveNode, NodeRecord, alive_key, node_key
 from pxrs.cluster.storage.node import Load, StorageNode
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import Closed, ClusterError, Conflict, PxrsError
+from pxrs.errors import Closed, ClusterError, Conflict, PxrsError, RegistryError
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
 from pxrs.waiting import start_thread
@@ -48,8 +48,6 @@ class Registration:
         self._lease: Lease | None = None
         self._shown: Load | None = None
         """The load that the registry has, under the lease that lives."""
-        self._recorded = -1
-        """The end of the journal that the registry has."""
         self._problem: str | None = None
         self._is_retired = False
         """As last read. Brokers read it by themselves; this is for people who look at the node."""
@@ -138,16 +136,30 @@ class Registration:
     def _record(self) -> None:
         """Record the end of the journal: a disk with less is an older copy (C5)."""
         record, version = self._check_standing()
+        if (problem := older_registry(record, self._starts, self._node.recorded_end)) is not None:
+            raise RegistryError(problem)  # and is left as it is, so that no ledger is removed (`collecting`)
         with self._node.lock:
             end = self._node.journal.end
-        if end == self._recorded:
+        if end == self._node.recorded_end:
             return
         value = replace(record, journal_end=end).dump()
         try:
             self._registry.commit(expect={node_key(self._node.id): version}, put={node_key(self._node.id): value})
         except Conflict:
             return  # somebody has changed the record; the next round reads it again
-        self._recorded = end
+        self._node.recorded_end = end
+
+
+def older_registry(record: NodeRecord, starts: int, recorded_end: int) -> str | None:
+    """Why the registry cannot be the one that this process has written to; None if it can. Records that are missing in
+    a registry that was restored from a backup do not make a ledger garbage."""
+    if record.starts >= starts and record.journal_end >= recorded_end:
+        return None
+    return (
+        f"the registry has gone back: it knows start {record.starts} of this node and the journal up to "
+        f"{record.journal_end:,}, and had recorded start {starts} and {recorded_end:,}. It was restored from an older "
+        "copy: put the newer one in its place. The node removes no ledger as long as it runs"
+    )
 
 
 def _differs(now: Load, shown: Load) -> bool:

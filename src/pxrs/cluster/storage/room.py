@@ -22,10 +22,18 @@ class Room:
         self._folder, self._free_bytes_min, self._probe = folder, free_bytes_min, probe
         self.problem: str | None = None
         """Why no entries are taken; None if they are."""
+        self._left = 0
+        """How many bytes of entries may be taken before the next look. Set by `look`, lowered by `take`."""
 
     @property
     def free_bytes(self) -> int:
-        """Raises OSError."""
+        """0 if the disk does not tell."""
+        try:
+            return self._free_bytes()
+        except OSError:
+            return 0
+
+    def _free_bytes(self) -> int:
         found = os.statvfs(self._folder)
         return found.f_bavail * found.f_frsize
 
@@ -33,14 +41,22 @@ class Room:
         """Look whether there is room, and, after a failure, whether the journal can be written again. Called now and
         then."""
         try:
-            free = self.free_bytes
+            free = self._free_bytes()
         except OSError as error:
             self._set(f"the disk cannot be used: {disk.explain(error, self._folder)}")
             return
+        self._left = free - self._free_bytes_min
         if free < self._free_bytes_min:
             self._set(f"the disk is full: {free:,} bytes are free, and {self._free_bytes_min:,} are needed")
         elif self.problem is not None:
             self._probe(self._probed)
+
+    def take(self, size: int) -> None:
+        """An entry of this length is about to be written. Between two looks the entries must not take the room that is
+        reserved: without it, no removal could be recorded, and a disk full of garbage would stay full."""
+        self._left -= size
+        if self._left < 0 and self.problem is None:
+            self._set(f"the disk is full: entries have taken all but {self._free_bytes_min:,} bytes of its room")
 
     def failed(self, error: OSError) -> None:
         """The journal could not be written."""

@@ -100,7 +100,7 @@ class StorageServer:
             begin = functools.partial(start, settings.directory, self._registry, self.address, kept)
             started = self._started = await asyncio.to_thread(begin)
             gate = Gate(settings.auth, HubNames(lambda: (), self._registry.get))
-            self._collector = Collector(self._registry, started.node, started.cluster, limits)
+            self._collector = Collector(self._registry, started.node, started.cluster, started.starts, limits)
             self._service = StorageService(
                 started.node, Standing(started.cluster, started.starts), gate, limits, self._collect
             )

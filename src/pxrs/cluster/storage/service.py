@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
@@ -19,7 +20,7 @@ import grpc
 from pxrs import __version__
 from pxrs.cluster import messages
 from pxrs.cluster.storage.adds import AddStream
-from pxrs.cluster.storage.format import FORMAT
+from pxrs.cluster.storage.format import FORMAT, NUMBER_MAX
 from pxrs.cluster.storage.node import StorageNode, is_ledger
 from pxrs.cluster.storage.reading import Found
 from pxrs.cluster.storage.settings import StorageLimits
@@ -71,7 +72,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         """collect: looks for garbage now, and returns what it found. It may block."""
         self._node, self._standing, self._gate, self._limits = node, standing, gate, limits
-        self._collect = collect
+        self._collect, self._collecting = collect, threading.Lock()
         self.pool = ThreadPoolExecutor(limits.threads, "pxrs-storage-call")
         self._adding = Budget(limits.add_bytes_max, "adds that are not synced yet")
         self._reading = Budget(limits.read_held_bytes_max, "entries that brokers have not taken yet")
@@ -90,7 +91,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             messages.FENCE: self._fence,
             messages.INDEX: self._index,
             messages.LEDGERS: self._ledgers,
-            messages.COLLECT: lambda given: self._collect(),
+            messages.COLLECT: self._collect_now,
         }
 
     def service(self, handler_call_details: Any) -> Any:
@@ -133,7 +134,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             given.whole("first"),
             given.whole("last"),
             min(given.whole("max_bytes"), self._limits.read_bytes_max),
-            given.whole_or_none("recovery"),
+            None if given.whole_or_none("recovery") is None else _recovery(given),
             heads=given.flag("heads"),
         )
         found = await run(self.pool, read)
@@ -141,6 +142,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             taken = await self._reading.take(PIECE_BYTES, self._limits.read_stalled_s)
             try:
                 piece = await run(self.pool, functools.partial(_piece, found))
+                taken = self._reading.exchange(taken, max(taken, sum(map(len, piece))))  # an entry may be longer
                 for each in piece:
                     async with asyncio.timeout(self._limits.read_stalled_s):
                         await context.write(each)
@@ -172,10 +174,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         }
 
     def _fence(self, given: Given) -> Result:
-        recovery = given.whole("recovery")
-        if recovery < 1:
-            raise InvalidArgument(f"{given.call}: recovery is {recovery}: recoveries are numbered from 1 on")
-        found = self._node.fence(_ledger(given), recovery)
+        found = self._node.fence(_ledger(given), _recovery(given))
         return {"lac": found.lac, "last": found.last}
 
     def _index(self, given: Given) -> Result:
@@ -191,6 +190,14 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         after, limit = given.text("after"), min(max(given.whole("limit"), 1), INDEX_MAX)
         found = [ledger for ledger, _ in self._node.ledgers() if ledger > after]
         return {"ledgers": found[:limit], "more": len(found) > limit}
+
+    def _collect_now(self, given: Given) -> Result:
+        if not self._collecting.acquire(blocking=False):  # calls that wait would take the threads of reads and fences
+            raise ServerBusy("another call has this node look for garbage already: try again later")
+        try:
+            return self._collect()
+        finally:
+            self._collecting.release()
 
     def _check_node(self, given: Given) -> None:
         asked = given.text("node")
@@ -269,6 +276,13 @@ def _ledger(given: Given) -> str:
     if not is_ledger(ledger):
         raise InvalidArgument(f"{given.call}: {ledger[:200]!r} is no id of a ledger")
     return ledger
+
+
+def _recovery(given: Given) -> int:
+    recovery = given.whole("recovery")
+    if not 1 <= recovery <= NUMBER_MAX:
+        raise InvalidArgument(f"{given.call}: recovery is no number from 1 to {NUMBER_MAX:,}")
+    return recovery
 
 
 def _piece(found: Iterator[Found]) -> list[bytes]:
