@@ -1,13 +1,14 @@
-"""Removes ledgers that are garbage, and the segments in which nothing counts any more.
+"""Garbage collection of a storage node: removes ledgers that are no longer needed, and unlinks and compacts segments.
 
-A ledger is garbage if the registry has no record of it, or one that does not name this node. The node lists its own
-ledgers first and asks for the records afterwards (C5): a record names a node before the node gets anything of the
-ledger, so a ledger that was listed has a record by then, if it ever had one. The other way round, a ledger that was
-created after the records were read would be removed. Nothing is removed if the registry belongs to another cluster, or
-to none, as after it was emptied.
+A ledger is garbage if the registry has no record of it, or a record that does not name this node. The node first lists
+its own ledgers and then reads the records (C5). A record names a node before the node gets data of the ledger, so every
+ledger in the list has a record unless the record was deleted. In the other order, the node would remove a ledger that
+was created after the records were read. Nothing is removed if the registry belongs to another cluster, or has no
+cluster id, for example because it was emptied.
 
-A segment without records that count is unlinked. One in which few bytes count is compacted: the records that count are
-appended to the journal again, and the segment is unlinked when they are synced.
+A record of the journal is live as long as the node needs it (`index` has the rules). A segment without live records is
+unlinked. A segment with few live bytes is compacted: its live records are appended to the journal again, and the
+segment is unlinked when they are synced.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ from pxrs.waiting import start_thread
 _logger = logging.getLogger(__name__)
 
 COPY_BYTES: Final = 4 << 20
-"""How much compaction reads and appends before it waits for the sync."""
+"""How many bytes compaction reads and appends before it waits for a sync."""
 
 
 class Collected(NamedTuple):
-    """What one round did."""
+    """The result of one round."""
 
     ledgers: int = 0
     """How many ledgers were removed."""
     segments: int = 0
     """How many segments were unlinked."""
     copied_bytes: int = 0
-    """How many bytes of records were written again."""
+    """How many bytes of live records were written again."""
     skipped: str | None = None
-    """Why no ledger was removed, if that was not looked at."""
+    """Why no ledger could be removed; None if the records were checked."""
 
 
 class Collector:
-    """One thread; `collect` may also be called by others, one after the other."""
+    """Collects garbage on one thread. Other threads may call `collect` too; rounds run one after the other."""
 
     def __init__(self, registry: Registry, node: StorageNode, cluster: str, limits: StorageLimits) -> None:
         self._registry, self._node, self._cluster, self._limits = registry, node, cluster, limits
         self._lock = threading.Lock()
         """Held during a round."""
         self._kept: set[int] = set()
-        """Segments that cannot be compacted, because a record in them is damaged."""
+        """Bases of segments that cannot be compacted, because a record in them is damaged."""
         self._problem: str | None = None
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -65,7 +66,7 @@ class Collector:
         self._thread = start_thread(self._run, "pxrs-storage-collector")
 
     def close(self) -> None:
-        """Waits for the round that is under way. Idempotent."""
+        """Stop the thread, after the round that is under way. Idempotent."""
         self._is_closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -78,7 +79,7 @@ class Collector:
             except (PxrsError, OSError) as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    _logger.warning("garbage was not collected: %s", error)
+                    _logger.warning("garbage could not be collected, the next round tries again: %s", error)
 
     def collect(self) -> Collected:
         """One round. Raises RegistryError, NodeFull, OSError."""
@@ -86,18 +87,18 @@ class Collector:
             mine = self._node.ledgers()  # before anything is read from the registry
             if known_cluster_id(self._registry) != self._cluster:
                 skipped = "the registry belongs to another cluster, or to none"
-                _logger.error("no ledger is removed: %s", skipped)
+                _logger.error("no ledgers are removed: %s", skipped)
                 removed = 0
             else:
                 skipped = None
                 removed = sum(self._remove(ledger, mark) for ledger, mark in self._garbage(mine))
-            if self._node.is_damaged:  # what is in the segments is not known for sure
+            if self._node.is_damaged:  # the content of the segments is not fully known
                 return Collected(removed, 0, 0, skipped)
             segments, copied = self._clean()
             return Collected(removed, segments, copied, skipped)
 
     def _garbage(self, mine: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-        """The ledgers that are garbage, with their marks."""
+        """The ledgers that are garbage, each with the mark that `StorageNode.remove` needs."""
         partitions: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for ledger, mark in mine:
             name = LedgerName.of_id(ledger)
@@ -120,16 +121,17 @@ class Collector:
         is_removed = self._node.remove(ledger, mark, has_partition=has_partition)
         if is_removed:
             STORAGE_REMOVED.of().add()
-            _logger.info("ledger %s was removed: its record does not name this node, or is gone", ledger)
+            _logger.info("ledger %s was removed: it has no record, or its record does not name this node", ledger)
         return is_removed
 
     # Segments.
 
     def _clean(self) -> tuple[int, int]:
-        """Unlink the segments that do not count any more, and compact those of which little counts.
+        """Unlink the segments without live records, and compact those with few live bytes; how many segments were
+        unlinked, and how many bytes copied.
 
-        Those of which least counts come first: they free room. Nothing is copied that would take half of the room that
-        is left."""
+        Segments with the fewest live bytes come first, because they free the most space. A segment is not copied if its
+        live bytes are more than half of the free space."""
         segments = copied = 0
         for base, size, live in sorted(self._sealed(), key=lambda each: each[2]):
             if self._is_closing.is_set():
@@ -142,22 +144,22 @@ class Collector:
                 copied += self._copy(base) if live else 0
             except DamagedFrame as error:
                 self._kept.add(base)
-                _logger.error("a segment is kept, because a record in it is damaged: %s", error)
+                _logger.error("a segment is not compacted, because a record in it is damaged: %s", error)
                 continue
             if self._unlink(base):
                 segments += 1
         return segments, copied
 
     def _sealed(self) -> list[tuple[int, int, int]]:
-        """Of each sealed segment: its base, its length, and how many of its bytes count."""
+        """Of each sealed segment: its base, its length, and its live bytes."""
         node = self._node
         with node.lock:
             found = [(base, node.journal.segment_end(base) - base) for base in node.journal.bases[:-1]]
             return [(base, size, size - node.index.dead[base]) for base, size in found]
 
     def _copy(self, base: int) -> int:
-        """Append the records of a segment that count to the journal. Returns when they are synced; how many bytes they
-        have. Raises DamagedFrame, NodeFull, OSError."""
+        """Append the live records of a segment to the journal. Returns their length when they are synced. Raises
+        DamagedFrame, NodeFull, OSError."""
         copied = size = 0
         wait = None
         for record in self._node.journal.records(base):
@@ -184,7 +186,7 @@ class Collector:
             return self._is_live_locked(record)
 
     def _is_live_locked(self, record: Record) -> bool:
-        """Whether the record at this position counts."""
+        """Whether the record is live. The caller holds the node's lock."""
         index = self._node.index
         if record.kind is Kind.ENTRY:
             state = self._node.core.state(record.ledger)
@@ -196,7 +198,7 @@ class Collector:
         return removal is not None and removal.position == record.position
 
     def _unlink(self, base: int) -> bool:
-        """Unlink a segment, if nothing in it counts; whether it was."""
+        """Unlink a segment if it has no live records; whether it was unlinked."""
         node = self._node
         with node.lock:
             if node.index.dead[base] < node.journal.segment_end(base) - base:
