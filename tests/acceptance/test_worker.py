@@ -358,7 +358,7 @@ def test_an_orphan_whose_handler_hangs_ends_all_the_same(shop: Shop) -> None:
 
 
 def test_a_worker_that_is_not_done_in_time_is_killed_and_the_exit_code_says_so(shop: Shop) -> None:
-    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "5")
+    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "2")
     eventually(
         lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )
