@@ -168,7 +168,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(shop: Shop, number: int) -> None:
     arguments = ("--processes", "3", "--threads", "2", "--commit-interval", "3600")
-    supervisor = shop.worker("shop:handle", *arguments, are_forked=False)
+    supervisor = shop.worker("shop:handle", *arguments, are_forked=number != signal.SIGTERM)
     eventually(
         lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )
