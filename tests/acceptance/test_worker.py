@@ -216,7 +216,7 @@ def test_a_stop_while_the_workers_are_starting_is_not_forgotten(
 
 
 def test_a_worker_that_is_killed_is_started_again(shop: Shop) -> None:
-    supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
+    supervisor = shop.worker("shop:handle", "--processes", "2")
     eventually(
         lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )
