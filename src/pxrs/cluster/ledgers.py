@@ -16,9 +16,9 @@ While a ledger is open, only its writer changes the record, except for the chang
 writer. So a recovery finds the record as the writer has last committed it.
 
 A position without a node (None) never has a copy. A recovery counts it as fenced, and as the answer "no such entry".
-This is safe because the writer leaves a position empty only from an entry on after which every confirmed entry has Qa
-copies at other positions, and confirms nothing until that change is committed. So an entry whose write set has m empty
-positions was confirmed by Qa of the other Qw - m.
+This is safe because of how the writer empties a position: every confirmed entry from the first one of the new fragment
+on has Qa copies at other positions, and the writer confirms nothing until the change is committed. So an entry whose
+write set has m empty positions was confirmed by Qa of the other Qw - m.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 | state | becomes | when |
 |---|---|---|
-| stuck (being opened) | serving | `opening` has recovered the last ledger and begun the next one, under the same claim
-|
-| serving | stuck | an entry was not acknowledged in time, the writer was fenced, or the next ledger could not be begun
-|
+| stuck | serving | `opening` has recovered the last ledger and begun the next one, under the same claim |
+| serving | stuck | an entry was not acknowledged in time, the writer stopped, or the next ledger could not be begun |
 | serving, stuck | gone | the claim or the lease was lost, the topic was deleted, or the broker stops |
 
-A stuck partition refuses appends. It answers reads of confirmed entries, unless it is being opened for the first time.
+A partition begins as stuck. A stuck partition refuses appends. It answers reads of confirmed entries, unless it is
+being opened for the first time.
 
 Offsets are assigned before their entries are confirmed; readers get only confirmed entries (C4). An entry that failed
 keeps its offset: the partition accepts no appends until its ledger has been recovered. A retry of a batch that is not
