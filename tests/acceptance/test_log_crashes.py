@@ -133,10 +133,10 @@ def test_f6_kill_9_of_producers_loses_and_doubles_nothing(tmp_path: Path) -> Non
         assert stored[partition][offset : offset + len(sent)] == sent, "seen, and not there afterwards"
 
 
-def fill(topic: DirectoryTopic, producer: uuid.UUID, count: int = 12) -> list[bytes]:
-    """Whole appends of about 700 bytes: a segment holds eleven of them."""
-    sent = [b"old-%d" % i for i in range(count)]
-    for sequence, value in enumerate(sent):
+def fill(topic: DirectoryTopic, producer: uuid.UUID, count: int = 12, first: int = 0) -> list[bytes]:
+    """Whole appends of about 700 bytes: a segment holds eleven of them. first: the number of the first one."""
+    sent = [b"old-%d" % i for i in range(first, count)]
+    for sequence, value in enumerate(sent, first):
         offsets_of(topic.append([Append.encoded(0, records(value), Origin(producer, 0, sequence))]))
     return sent
 
@@ -146,12 +146,14 @@ def fill(topic: DirectoryTopic, producer: uuid.UUID, count: int = 12) -> list[by
 def test_a_fault_before_every_system_call_of_an_append(before: int, act: faults.Fault, tmp_path: Path) -> None:
     """Nothing acknowledged is lost, nothing is there in part, and the retry of the same batch is stored once."""
     producer = uuid.uuid4()
+    earlier = fill(new_topic(tmp_path / "earlier"), producer, before - 1)
     at = 0
     while True:
         at += 1
         path = tmp_path / str(at)
-        topic = new_topic(path)
-        old = fill(topic, producer, before)
+        shutil.copytree(tmp_path / "earlier", path, symlinks=True)
+        topic = opened(path)
+        old = earlier + fill(topic, producer, before, before - 1)  # so that this handle has written to the log too
         append = [Append.encoded(0, records(b"new-1", b"new-2"), Origin(producer, 0, before))]
         steps_taken = path / "steps"
 

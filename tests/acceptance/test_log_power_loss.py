@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pytest
@@ -32,7 +33,7 @@ def records(*values: bytes) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=SCHEMA)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fast() -> Iterator[Path]:
     """A place in memory: what is synced is simulated, so the disk need not be slow."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -40,7 +41,7 @@ def fast() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tape(fast: Path) -> power.Tape:
     """A run of appends small and large, several frames at once, through rolls; its marks: what was promised."""
     root = fast / "run"
@@ -67,15 +68,17 @@ def tape(fast: Path) -> power.Tape:
 
 
 class Losses:
-    """Losses of power in a run. The log is started again once on each disk that they leave: many leave equal ones."""
+    """Losses of power in a run. The log is started again once on each disk that they leave: many leave equal ones, also
+    losses of different tests."""
+
+    _ends: ClassVar[dict[bytes, int]] = {}
+    """Where the log ends on a disk, by the disk's digest. The disks of two runs differ by the topic's id."""
 
     def __init__(self, tape: power.Tape, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tape, self._target = tape, target
         acknowledged = [promised for _, promised in tape.marks(len(tape.events)) if promised is not None]
         self._values = [value for promised in acknowledged for value in promised]
         """What the run has appended, by offset."""
-        self._ends: dict[bytes, int] = {}
-        """Where the log ends on a disk, by the disk's digest."""
         monkeypatch.setattr(published_module, "boot_id", lambda: "00000000-0000-0000-0000-00000000000f")
 
     def check(self, at: int, choose: power.Choose) -> None:
@@ -151,7 +154,7 @@ def test_seeded_combinations_of_losses(tape: power.Tape, fast: Path, monkeypatch
 def test_the_simulation_catches_a_log_that_acknowledges_before_it_syncs(
     fast: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = fast / "run"
+    root = fast / "unsynced"
     root.mkdir()
     topic = DirectoryLog(root).create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=16_384))
     topic.end(0)

@@ -168,7 +168,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(shop: Shop, number: int) -> None:
     arguments = ("--processes", "3", "--threads", "2", "--commit-interval", "3600")
-    supervisor = shop.worker("shop:handle", *arguments, are_forked=False)
+    supervisor = shop.worker("shop:handle", *arguments, are_forked=number != signal.SIGTERM)
     eventually(
         lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )
@@ -216,7 +216,7 @@ def test_a_stop_while_the_workers_are_starting_is_not_forgotten(
 
 
 def test_a_worker_that_is_killed_is_started_again(shop: Shop) -> None:
-    supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
+    supervisor = shop.worker("shop:handle", "--processes", "2")
     eventually(
         lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )
@@ -358,7 +358,7 @@ def test_an_orphan_whose_handler_hangs_ends_all_the_same(shop: Shop) -> None:
 
 
 def test_a_worker_that_is_not_done_in_time_is_killed_and_the_exit_code_says_so(shop: Shop) -> None:
-    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "5")
+    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "2")
     eventually(
         lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )

@@ -21,6 +21,7 @@ from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import eventually
 
 PATIENCE_S = 60.0
+FORKED_WORKERS = "pxrs.testing.forked_workers"
 SHOP = """
 def reject(message):
     raise ValueError("not this one")
@@ -43,8 +44,10 @@ def hub(tmp_path: Path) -> Iterator[pxrs.Hub]:
         yield hub
 
 
-def run(folder: Path, handler: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_text("pxrs.cli", ["worker", handler, "--at", "data", *arguments], cwd=folder, timeout=PATIENCE_S)
+def run(folder: Path, handler: str, *arguments: str, are_forked: bool = True) -> subprocess.CompletedProcess[str]:
+    """are_forked: the workers are, which is cheaper than to start them as `pxrs worker` does."""
+    module = FORKED_WORKERS if are_forked else "pxrs.cli"
+    return run_text(module, ["worker", handler, "--at", "data", *arguments], cwd=folder, timeout=PATIENCE_S)
 
 
 def events(lines: str, kind: str) -> list[dict[str, Any]]:
@@ -55,7 +58,7 @@ def events(lines: str, kind: str) -> list[dict[str, Any]]:
 
 
 def test_people_are_shown_what_a_handler_raised_when_and_where(hub: pxrs.Hub, tmp_path: Path) -> None:
-    done = run(tmp_path, "shop:reject", "--topic", "t", "--group", "g", "--until-end")
+    done = run(tmp_path, "shop:reject", "--topic", "t", "--group", "g", "--until-end", are_forked=False)
     assert done.returncode == 3, done.stderr
     lines = done.stderr.splitlines()
     told = [number for number, line in enumerate(lines) if "t/0 offset 0: the handler failed, pausing" in line]
@@ -83,7 +86,7 @@ def test_machines_are_given_the_fields_and_the_traceback(hub: pxrs.Hub, tmp_path
 def test_a_handler_that_ends_its_worker_is_shown_with_its_traceback(hub: pxrs.Hub, tmp_path: Path) -> None:
     command = ["worker", "shop:reject", "--at", "data", "--topic", "t", "--group", "g", "--on-error", "raise", "--json"]
     with (tmp_path / "told").open("wb") as told:
-        process = Forked("pxrs.cli", command, cwd=tmp_path, stderr=told.fileno())
+        process = Forked(FORKED_WORKERS, command, cwd=tmp_path, stderr=told.fileno())
     try:
         (failed, *_) = eventually(lambda: events((tmp_path / "told").read_text(), "failed"), PATIENCE_S)
         process.send_signal(signal.SIGTERM)
@@ -100,7 +103,7 @@ def test_a_worker_of_a_queue_shows_what_was_raised(hub: pxrs.Hub, tmp_path: Path
     item = queue.put("x")
     command = ["worker", "shop:reject_item", "--at", "data", "--queue", "q", "--json"]
     with (tmp_path / "told").open("wb") as told:
-        process = Forked("pxrs.cli", command, cwd=tmp_path, stderr=told.fileno())
+        process = Forked(FORKED_WORKERS, command, cwd=tmp_path, stderr=told.fileno())
     try:
         (failed,) = eventually(lambda: events((tmp_path / "told").read_text(), "log"), PATIENCE_S)
         process.send_signal(signal.SIGTERM)

@@ -203,7 +203,7 @@ def test_an_entry_that_is_no_piece_is_refused(
     monkeypatch.setattr("pxrs.cluster.broker.staged_files.piece_head", lambda piece: b"X" * 64)
     staging = cluster.brokers[0].hub.log.staging  # type: ignore[attr-defined]
     name = staging.stage(TOPIC, "q", 0, 0, [rows(b"v")]).name
-    with pytest.raises(BatchRefused, match="no piece of a staged file"):
+    with pytest.raises(BatchRefused, match="not a piece of a staged file"):
         staged(staging, "q", 0, name)
 
 

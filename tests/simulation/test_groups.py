@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -27,9 +28,15 @@ def test_a_seed_replays_exactly() -> None:
         assert events[0] == events[1]
 
 
+@functools.cache
+def some_schedules() -> list[Simulation]:
+    """Simulations whose statistics the tests below look at."""
+    return [simulate(seed) for seed in range(1_000, 1_030)]
+
+
 def test_schedules_reach_what_they_are_for() -> None:
     """A simulator that never gets anywhere would find nothing either."""
-    ghosts = [simulate(seed).ghost for seed in range(1_000, 1_050)]
+    ghosts = [each.ghost for each in some_schedules()]
     assert sum(ghost.claims for ghost in ghosts) > 10 * len(ghosts)
     assert sum(ghost.commits for ghost in ghosts) > 20 * len(ghosts)
     assert sum(ghost.handed for ghost in ghosts) > 20 * len(ghosts)
@@ -37,8 +44,7 @@ def test_schedules_reach_what_they_are_for() -> None:
 
 
 def test_some_schedules_have_several_topics_and_members_that_read_different_ones() -> None:
-    simulations = [simulate(seed) for seed in range(1_000, 1_030)]
-    several = [each for each in simulations if len(each.environment.topics) > 1]
+    several = [each for each in some_schedules() if len(each.environment.topics) > 1]
     assert len(several) > 5
     assert any(each.environment.topic_settings.sets_differ for each in several)
     assert any(not each.environment.topic_settings.sets_differ for each in several)

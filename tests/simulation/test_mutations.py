@@ -257,15 +257,16 @@ class Mutation:
     patch: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
     seeds_max: int = 400
     first_seed: int = 0
-    """Where to begin, for a defect that few schedules reach. If it is not caught from there on, all seeds are tried."""
+    """A seed whose schedule is known to catch the defect. If a change of the code has changed the schedules, the others
+    below `seeds_max` are tried too; take the first that catches it then."""
 
 
 NOT_WOKEN = ("X4 every partition owned", "X4 fair share", "X5 comes to rest", "X5 never periodic", "X11 nothing lost")
 """What comes of a member that sleeps through a change which concerns it."""
 
 MUTATIONS = [
-    Mutation("fence removed", Defects(alter=no_fence), ("X9 stale epoch",)),
-    Mutation("epoch read again at the commit", Defects(alter=epoch_read_again), ("X9 stale epoch",)),
+    Mutation("fence removed", Defects(alter=no_fence), ("X9 stale epoch",), first_seed=11),
+    Mutation("epoch read again at the commit", Defects(alter=epoch_read_again), ("X9 stale epoch",), first_seed=11),
     Mutation(
         "claim before release",
         Defects(alter=claim_from_the_living),
@@ -277,12 +278,13 @@ MUTATIONS = [
         "release leaves the owner key",
         Defects(alter=release_leaves_owner),
         ("X7 nothing fenced", "X5 comes to rest", "X4 every partition owned"),
+        first_seed=2,
     ),
     Mutation(
         "checkpoint read before the claim",
         Defects(protocol=ReadsBeforeClaim),
         ("G3 starts at the checkpoint",),
-        first_seed=80,
+        first_seed=86,
     ),
     Mutation(
         "checkpoint without its own version",
@@ -293,33 +295,38 @@ MUTATIONS = [
         "ephemeral leader key",
         Defects(alter=ephemeral_leader, counts_anew=True),
         ("G2 leader", "G2 terms rise"),
-        first_seed=80,
+        first_seed=82,
     ),
-    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=296),
+    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=299),
     Mutation("claim without its target", Defects(alter=claim_without_target), ("G2 claims by its target",)),
-    Mutation("fence that does not tell the owner", Defects(alter=fence_without_telling), ("X8 the owner is told",)),
-    Mutation("owners not watched", Defects(protocol=WatchesNoOwners), NOT_WOKEN),
-    Mutation("those waited for not watched", Defects(protocol=WatchesNoOtherMembers), NOT_WOKEN),
-    Mutation("target not watched", Defects(protocol=WatchesNoTarget), NOT_WOKEN),
-    Mutation("same term after lost targets", Defects(protocol=KeepsItsTerm), ("X5 never periodic",), first_seed=37),
-    Mutation("owners not read though some were taken", Defects(protocol=IgnoresWhatIsTaken), NOT_WOKEN),
-    Mutation("read before it is watched", Defects(member=ReadsBeforeItWatches), NOT_WOKEN, first_seed=299),
+    Mutation(
+        "fence that does not tell the owner",
+        Defects(alter=fence_without_telling),
+        ("X8 the owner is told",),
+        first_seed=11,
+    ),
+    Mutation("owners not watched", Defects(protocol=WatchesNoOwners), NOT_WOKEN, first_seed=2),
+    Mutation("those waited for not watched", Defects(protocol=WatchesNoOtherMembers), NOT_WOKEN, first_seed=3),
+    Mutation("target not watched", Defects(protocol=WatchesNoTarget), NOT_WOKEN, first_seed=2),
+    Mutation("same term after lost targets", Defects(protocol=KeepsItsTerm), ("X5 never periodic",), first_seed=192),
+    Mutation("owners not read though some were taken", Defects(protocol=IgnoresWhatIsTaken), NOT_WOKEN, first_seed=27),
+    Mutation("read before it is watched", Defects(member=ReadsBeforeItWatches), NOT_WOKEN, first_seed=253),
     Mutation("start not pinned", Defects(protocol=StartsUnpinned), ("G6 start pinned", "X11 nothing lost")),
-    Mutation("pause written again", Defects(protocol=PausesAgain), ("X14 paused once",), first_seed=190),
+    Mutation("pause written again", Defects(protocol=PausesAgain), ("X14 paused once",), first_seed=107),
     Mutation(
         "pause without the checkpoint's version",
         Defects(alter=pause_without_checkpoint),
         ("X14 paused once", "X10 never back", "X11 nothing lost"),
-        first_seed=249,
+        first_seed=39,
     ),
     Mutation(
         "start written without expecting retention's",
         Defects(alter=pin_without_start),
         ("O10 unread is kept",),
-        first_seed=230,
+        first_seed=252,
     ),
-    Mutation("start written beside the gate", Defects(alter=pin_without_gate), ("O10 unread is kept",), first_seed=52),
-    Mutation("deadline ignored", Defects(member=IgnoresDeadline), ("X3 one owner", "X11 nothing again")),
+    Mutation("start written beside the gate", Defects(alter=pin_without_gate), ("O10 unread is kept",), first_seed=192),
+    Mutation("deadline ignored", Defects(member=IgnoresDeadline), ("X3 one owner", "X11 nothing again"), first_seed=1),
     Mutation(
         "names instead of incarnations",
         Defects(alter=join_over_another, incarnation_of=lambda name, serial: name),
@@ -330,12 +337,14 @@ MUTATIONS = [
             "X11 nothing again",
             "G2 targets of the living stay",
         ),
+        first_seed=1,
     ),
     # Several topics.
     Mutation(
         "claim of another topic",
         Defects(protocol=topics.ClaimsOfTheFirstTopic),
         ("G2 claims by its target", "X3 claimed, then owned"),
+        first_seed=7,
     ),
     Mutation(
         "checkpoint of another topic",
@@ -343,8 +352,10 @@ MUTATIONS = [
         ("X5 comes to rest", "X9 stale epoch"),
         first_seed=10,
     ),
-    Mutation("owners of one topic watched", Defects(protocol=topics.WatchesTheFirstTopic), NOT_WOKEN),
-    Mutation("starts of one topic pinned", Defects(protocol=topics.PinsTheFirstTopic), ("G6 start pinned",)),
+    Mutation("owners of one topic watched", Defects(protocol=topics.WatchesTheFirstTopic), NOT_WOKEN, first_seed=27),
+    Mutation(
+        "starts of one topic pinned", Defects(protocol=topics.PinsTheFirstTopic), ("G6 start pinned",), first_seed=10
+    ),
     Mutation(
         "gate of one topic written",
         Defects(protocol=topics.GatesTheFirstTopic),
@@ -352,13 +363,28 @@ MUTATIONS = [
         seeds_max=1_200,
         first_seed=1_148,
     ),
-    Mutation("owners of one topic read", Defects(protocol=topics.ReadsOwnersOfTheFirstTopic), ("X5 comes to rest",)),
-    Mutation("a topic is not assigned", SOUND, ("X4 every partition owned",), patch=topics.forget_a_topic),
     Mutation(
-        "a topic is assigned to who does not read it", SOUND, ("X4 only what is read",), patch=topics.assign_to_all
+        "owners of one topic read",
+        Defects(protocol=topics.ReadsOwnersOfTheFirstTopic),
+        ("X5 comes to rest",),
+        first_seed=11,
     ),
-    Mutation("each topic is assigned by itself", SOUND, ("X4 fair share",), patch=topics.assign_each_topic),
-    Mutation("what was before is forgotten", SOUND, ("X4 fewest moves",), patch=topics.forget_what_was_before),
+    Mutation(
+        "a topic is not assigned", SOUND, ("X4 every partition owned",), patch=topics.forget_a_topic, first_seed=11
+    ),
+    Mutation(
+        "a topic is assigned to who does not read it",
+        SOUND,
+        ("X4 only what is read",),
+        patch=topics.assign_to_all,
+        first_seed=2,
+    ),
+    Mutation(
+        "each topic is assigned by itself", SOUND, ("X4 fair share",), patch=topics.assign_each_topic, first_seed=11
+    ),
+    Mutation(
+        "what was before is forgotten", SOUND, ("X4 fewest moves",), patch=topics.forget_what_was_before, first_seed=11
+    ),
 ]
 
 
@@ -424,17 +450,19 @@ class RetainsWithoutGate(Environment):
 
 
 @pytest.mark.parametrize(
-    ("defect", "rules"),
+    ("defect", "rules", "first_seed"),
     [
-        (ResetsWithoutFence, {"X11 nothing lost"}),
-        (ResetsWithoutCall, {"X4 every partition owned"}),
-        (RetainsWithoutGate, {"O10 unread is kept"}),
+        (ResetsWithoutFence, {"X11 nothing lost"}, 1),
+        (ResetsWithoutCall, {"X4 every partition owned"}, 3),
+        (RetainsWithoutGate, {"O10 unread is kept"}, 50),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_a_defect_of_those_who_are_no_members_is_caught(defect: type[Environment], rules: set[str]) -> None:
+def test_a_defect_of_those_who_are_no_members_is_caught(
+    defect: type[Environment], rules: set[str], first_seed: int
+) -> None:
     found = None
-    for seed in range(200):
+    for seed in (*range(first_seed, 200), *range(first_seed)):
         try:
             simulate(seed, Defects(environment=defect))
         except Violation as violation:

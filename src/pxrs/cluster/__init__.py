@@ -1,15 +1,16 @@
 """The replicated cluster: brokers that own partitions, and storage nodes that keep copies of their entries.
 
-A partition is a chain of ledgers; each ledger is written by one claim of one broker to several storage nodes. The rules
-(C1 to C6 of the protocol) are in pure modules without I/O, clock or thread, which take messages and return actions:
+A partition is a chain of ledgers; one broker writes each ledger, under one claim, to several storage nodes. The terms,
+and the rules C1 to C6 that comments cite, are in docs/cluster.md. The rules are implemented by modules without I/O,
+clock or threads, which take messages and return actions:
 
-    ledgers       a ledger's record: its copies, its states, and the transitions between them
+    ledgers       the record of a ledger: its nodes, its states, and the transitions between them
     records       the other keys and values of the cluster in the registry
-    replication   the writer of a ledger: which copies where, when is an entry confirmed
-    recovery      where does a ledger end whose writer is gone
-    copies        what is under-replicated, and which copy is made next
-    placement     which node, which broker
-    storage.core  one storage node: adds, fences, reads, garbage; whether a disk is that of the node that it names
+    replication   the writer of a ledger: to which nodes it sends an entry, and when the entry is confirmed
+    recovery      finds the last entry of a ledger whose writer has not closed it
+    copies        which closed ledgers lack copies, and which entry is copied next
+    placement     which storage nodes a ledger uses, and which broker claims a partition
+    storage.core  one storage node: adds, fences, reads, garbage; under which id a directory starts
 
-`pxrs.testing.simulator.cluster_simulation` runs whole clusters on exactly these modules.
+`pxrs.testing.simulator.cluster_simulation` simulates whole clusters with these modules.
 """

@@ -1,4 +1,4 @@
-"""What storage nodes answer, as values, and how a process reaches them."""
+"""The answers of storage nodes as values, and the settings by which a process connects to them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Fenced(NamedTuple):
     """A node's answer to a fence."""
 
     lac: int
-    """The highest entry that the node knows to be confirmed; -1 if none."""
+    """The highest entry that the node knows to be confirmed; -1 if there is none."""
     last: int
-    """The highest entry that the node has; -1 if none."""
+    """The highest entry that the node has; -1 if there is none."""
 
 
 class EntryRead(NamedTuple):
@@ -32,10 +32,10 @@ class EntryRead(NamedTuple):
 
     entry: int
     head: EntryHead | None
-    """None: the node has no such entry."""
+    """None if the node does not have the entry, or cannot read it."""
     body: memoryview = memoryview(b"")
     error: PxrsError | None = None
-    """The node has the entry and cannot read it: treat it as one that cannot be reached, never as missing."""
+    """Why the node cannot read the entry. Treat this like a node that does not answer, never as a missing entry."""
 
     @property
     def is_missing(self) -> bool:
@@ -43,18 +43,18 @@ class EntryRead(NamedTuple):
 
 
 class IndexPage(NamedTuple):
-    """Some entries of a ledger that a node has."""
+    """Entries of a ledger that a node has."""
 
     entries: list[tuple[int, EntryHead]]
-    """Their `checksum` is 0: the index does not have it."""
+    """Number and head of each entry. `checksum` is 0, because the answer does not contain it."""
     lac: int
     fenced: int | None
-    """The highest number of a recovery that has fenced the ledger there."""
+    """The highest recovery number with which the ledger is fenced on the node; None if it is not fenced."""
     has_more: bool
 
 
 class Hello(NamedTuple):
-    """Who answers at an address."""
+    """The identity of the node at an address."""
 
     node: str
     cluster: str
@@ -65,18 +65,18 @@ class Hello(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """How a broker reaches storage nodes."""
+    """How a broker connects to storage nodes."""
 
     timeout_s: float = TIMEOUT_S
     """How long a node may take to answer."""
     unanswered_bytes_max: int = UNANSWERED_BYTES_MAX
     token_file: Path | None = None
-    """A file with the token that nodes with `--auth` want to see. It is read for each connection."""
+    """A file with the token for nodes that run with `--auth`. It is read again for each call."""
     certificates: Certificates | None = field(default=None, repr=False)
     """None: no TLS."""
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Raises InvalidUrl, which does not show the token."""
+        """The gRPC metadata with the token. Raises InvalidUrl, whose text does not contain the token."""
         if self.token_file is None:
             return ()
         try:
@@ -84,12 +84,13 @@ class LinkSettings:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidUrl(f"the token file {self.token_file} cannot be read: {error}") from error
         if not (token and token.isascii() and token.isprintable()):
-            raise InvalidUrl(f"the token file {self.token_file} holds no token: give one line")
+            raise InvalidUrl(f"the token file {self.token_file} does not contain a token: give one line")
         return ((wire.TOKEN_METADATA, f"Bearer {token}"),)
 
 
 def read_entry(message: bytes, *, is_whole: bool) -> EntryRead:
-    """Raises ValueError if the bytes are not those that the node has read: the caller asks another node."""
+    """Decode an answer of `DoGet`. is_whole: the message has the whole body, so its checksum is verified; a mismatch is
+    returned as `error`. Raises KeyError, TypeError, ValueError, MalformedMessage."""
     found = flight.read_flight_data(message)
     about = wire.loads(found.app_metadata)
     entry = int(about["entry"])
@@ -99,7 +100,7 @@ def read_entry(message: bytes, *, is_whole: bool) -> EntryRead:
         return EntryRead(entry, None, error=wire.error_of(about["error"]))
     head, body = EntryHead(*about["head"]), memoryview(found.body)
     if is_whole and xxhash.xxh3_64_intdigest(body) != head.checksum:
-        return EntryRead(entry, None, error=PxrsError(f"entry {entry} was damaged on its way"))
+        return EntryRead(entry, None, error=PxrsError(f"entry {entry} was damaged in transit"))
     return EntryRead(entry, head, body)
 
 
@@ -107,7 +108,7 @@ def open_channel(address: str, settings: LinkSettings) -> grpc.Channel:
     options = (
         ("grpc.enable_retries", 0),
         ("grpc.use_local_subchannel_pool", 1),
-        # A node that comes back is found again soon.
+        # Reconnect soon to a node that was restarted.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -1,23 +1,23 @@
-"""Pure: which closed ledgers lack copies, and how they get them back (P6).
+"""Pure: which closed ledgers lack copies, and how the copies are created again (P6).
 
-A closed ledger has a shortage where a position has no node, where its node is gone for good, or as long as nobody has
-looked whether its nodes have all their entries (`is_complete`): recovery stops at Qa copies, and a writer at the
-entries that its nodes had acknowledged.
+A place is a position of a fragment. A closed ledger has a shortage at a place if the position has no node, if its node
+is lost (away for too long, or retired), or if it is not known that the node has all its entries (`is_complete` of the
+record is False): a recovery stops at Qa copies, and a writer may close a ledger before the last node has answered.
 
-Open ledgers are left to their writers, which close them when they have a shortage (`LedgerWriter.should_roll`).
+Open ledgers are not repaired. Their writers close them when they lack copies (`LedgerWriter.should_roll`).
 
-A `Repair` brings one ledger in order, one place (a position of a fragment) at a time:
+A `Repair` repairs one ledger, one place at a time:
 
-1. The place has no node that lives: name a spare in `joining` by compare-and-set, so that the spare does not take the
-   copies for garbage (C5).
-2. List what the node has, after the record was read or written that names it. The node does not remove a ledger that
-   was listed since its garbage collector last looked (`NodeCore.index`). So what is listed stays.
-3. Copy every entry of the place that is missing.
-4. A spare: put it into the fragment by compare-and-set. The record must not have changed since step 1.
+1. If the place has no live node, name a spare in `joining` by compare-and-set, so that the spare does not remove the
+   copies as garbage (C5).
+2. List the entries that the node has, after the record that names the node was read or written. A node does not remove
+   a ledger that was listed since its garbage collector read the record (`NodeCore.index`). So what was listed stays.
+3. Copy every entry of the place that the node lacks.
+4. If the node is a spare, put it into the fragment by compare-and-set. The record must not have changed since step 1.
 
-In the end, when every node of the record was seen to have everything, `is_complete` is set. A conflict at any step ends
-the repair: begin a new one with the record as it is then, from step 1. A repair that was cut off costs nothing but
-time: the next one finds the node in `joining`, and the copies that were made.
+When every node of the record is known to have all its entries, the repair sets `is_complete`. A conflict at any step
+ends the repair; the caller begins a new one with the current record, from step 1. An interrupted repair loses no work:
+the next one finds the node in `joining`, and the entries that were copied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """A place that lacks copies."""
+    """A place that lacks copies, or whose copies were not checked."""
 
     place: Place
     node: str | None
@@ -49,14 +49,14 @@ class Shortage(NamedTuple):
 
 
 class ListEntries(NamedTuple):
-    """List all that the node has of the ledger (`storage.index`, page by page): then call `listed` or `failed`."""
+    """List all entries of the ledger that the node has (`storage.index`), then call `listed` or `failed`."""
 
     node: str
 
 
 class CopyEntry(NamedTuple):
-    """Read the entry from one of the sources and add it on the target, with the recovery number: then call `copied`, or
-    `failed` with the target if that did not answer, or `lost` if none of the sources could be read."""
+    """Read the entry from one of the sources and add it on the target, with the recovery number. Then call `copied`;
+    `failed` with the target if the target did not answer; or `lost` if the entry could be read from no source."""
 
     entry: int
     sources: tuple[str, ...]
@@ -65,7 +65,7 @@ class CopyEntry(NamedTuple):
 
 
 class Repaired(NamedTuple):
-    """Nothing is left to do now. `shortages` are those for which there was no node."""
+    """The repair has done all that it can. `shortages` are the places for which there was no spare."""
 
     record: LedgerRecord
     version: int
@@ -73,7 +73,7 @@ class Repaired(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The repair could not go on. Try again later, with the record as it is then."""
+    """The repair failed. Try again later, with the record as it is then."""
 
     why: str
 
@@ -82,7 +82,8 @@ Action = Change | ListEntries | CopyEntry | Repaired | Ended
 
 
 def shortages(record: LedgerRecord, live: Collection[str]) -> list[Shortage]:
-    """Where a closed ledger lacks copies. live: the nodes that are alive, or may come back soon."""
+    """The places of a closed ledger that lack copies or were not checked. live: the nodes that are alive, or have been
+    away for less than `copies_grace_s`, without retired ones."""
     if not record.is_closed:
         return []
     found = []
@@ -100,13 +101,14 @@ def shortages(record: LedgerRecord, live: Collection[str]) -> list[Shortage]:
 
 
 def needs_repair(record: LedgerRecord, live: Collection[str]) -> bool:
-    """Whether a repair of this ledger has anything to do. A node that is left in `joining` keeps copies in vain."""
+    """Whether the ledger needs a repair. A node that an interrupted repair left in `joining` is a reason too, because
+    it stores copies that the record does not use."""
     return record.is_closed and (bool(record.joining) or bool(shortages(record, live)))
 
 
 def is_repairable(record: LedgerRecord, live: Collection[str], spares: Collection[str]) -> bool:
-    """Whether a repair could do anything now. Without it, a ledger for which there is no node would be repaired again
-    and again in vain."""
+    """Whether a repair could make progress now. Without this check, a ledger for which there is no spare would be
+    repaired in an endless loop."""
     if not record.is_closed:
         return False
     return bool(record.joining) or any(
@@ -117,33 +119,33 @@ def is_repairable(record: LedgerRecord, live: Collection[str], spares: Collectio
 
 
 def is_used(record: LedgerRecord, fragment: Fragment, position: int) -> bool:
-    """Whether the place has entries at all."""
+    """Whether the place has any entries."""
     return next(iter(record.entries_of(fragment, position)), None) is not None
 
 
 def urgency(record: LedgerRecord, live: Collection[str]) -> tuple[int, int]:
-    """By which shortages are mended first, the smallest first: how many live nodes the worst fragment has, then the
-    negated number of shortages."""
+    """The sort key of repairs; the smallest is repaired first. The number of live nodes of the fragment that has the
+    fewest, then the negated number of shortages."""
     counts = [sum(node in live for node in fragment.nodes) for fragment in record.fragments]
     return min(counts), -len(shortages(record, live))
 
 
 @dataclass(slots=True)
 class Job:
-    """The place that is being filled or checked."""
+    """The place that the repair works on."""
 
     place: Place
     node: str
     is_joining: bool
     missing: list[int]
-    """The entries that are not requested yet, the last one first."""
+    """The entries to copy that were not requested yet, the last one first."""
     under_way: set[int]
-    """The entries that were requested and are not copied yet. A reply may come twice."""
+    """The entries that were requested and are not copied yet. A second reply for an entry is ignored."""
     is_listed: bool = False
 
 
 class Repair:
-    """Brings one closed ledger in order. Not thread-safe."""
+    """Repairs one closed ledger. Not thread-safe."""
 
     def __init__(
         self,
@@ -154,8 +156,8 @@ class Repair:
         *,
         at_once: int = COPIES_AT_ONCE,
     ) -> None:
-        """live: as for `shortages`; spares: nodes that may take copies, the best first; at_once: how many copies are
-        under way at the same time."""
+        """live: as for `shortages`. spares: nodes that accept copies, the best first. at_once: how many entries are
+        copied at the same time."""
         if not record.is_closed:
             raise ValueError(f"{record.id} is {record.state}; only closed ledgers are repaired")
         self.record, self.version = record, version
@@ -163,23 +165,23 @@ class Repair:
         self.copied_entries = 0
         self._live, self._spares, self._at_once = frozenset(live), list(spares), at_once
         self._done: set[Place] = set()
-        """Places whose node was seen to have all its entries."""
+        """Places whose node is known to have all its entries."""
         self._left: list[Shortage] = []
-        """Those for which there is no node."""
+        """Shortages for which there is no spare."""
         self._job: Job | None = None
         self._proposed: LedgerRecord | None = None
 
     def start(self) -> list[Action]:
         return self._go_on()
 
-    # Messages.
+    # Events.
 
     def committed(self, version: int) -> list[Action]:
         if self._proposed is None or self.ended:
             return []
         self.record, self._proposed, self.version = self._proposed, None, version
         job = self._job
-        if job is not None and job.is_listed:  # the node has its place
+        if job is not None and job.is_listed:  # this commit put the spare into its fragment
             self._done.add(job.place)
             self._job = None
         elif job is not None:
@@ -190,11 +192,11 @@ class Repair:
         return self._end(Ended("the record has changed"))
 
     def unknown(self) -> list[Action]:
-        """The record is read again by the next repair."""
+        """The outcome of the compare-and-set is unknown. The next repair reads the record again."""
         return self._end(Ended("it is not known whether a change of the record was committed"))
 
     def listed(self, node: str, entries: Collection[int]) -> list[Action]:
-        """The node has these entries on its disk."""
+        """The node has synced these entries."""
         job = self._job
         if self.ended or job is None or job.is_listed or job.node != node:
             return []
@@ -206,7 +208,7 @@ class Repair:
         return self._copy()
 
     def copied(self, node: str, entry: int) -> list[Action]:
-        """The node has the entry on its disk."""
+        """The node has synced the entry."""
         job = self._job
         if self.ended or job is None or job.node != node or entry not in job.under_way:
             return []
@@ -218,9 +220,9 @@ class Repair:
         return self._end(Ended(f"storage node {node} does not answer"))
 
     def lost(self, entry: int) -> list[Action]:
-        return self._end(Ended(f"entry {entry} can be read from none of its nodes"))
+        return self._end(Ended(f"entry {entry} could be read from none of its nodes"))
 
-    # Within.
+    # Internal.
 
     def _end(self, ended: Repaired | Ended) -> list[Action]:
         if self.ended:
@@ -229,7 +231,7 @@ class Repair:
         return [ended]
 
     def _go_on(self) -> list[Action]:
-        """The next place, or the end."""
+        """Begin with the next place that has a shortage, or end the repair."""
         done = {shortage.place for shortage in self._left} | self._done
         for shortage in shortages(self.record, self._live):
             if shortage.place in done:
@@ -248,7 +250,7 @@ class Repair:
         return self._end(Repaired(self.record, self.version, tuple(self._left)))
 
     def _join(self, shortage: Shortage) -> list[Action]:
-        """Begin to fill a place that has no node that lives."""
+        """Begin to fill a place that has no live node; nothing if there is no spare for it."""
         place = shortage.place
         nodes = self.record.fragment_of(place.first).nodes
         begun = [each.node for each in self.record.joining if each[1:] == place]

@@ -1,14 +1,17 @@
-"""What only an operator can decide about storage nodes: to retire one, to forget one, to go on without some (C6).
+"""The decisions of operators about storage nodes: retire, reinstate, forget and abandon (C6).
 
-These are functions on the registry, which clients of brokers cannot reach. Each decision names who has made it. The
-same commit leaves a record under `cluster/decisions/`, which a broker puts into the audit.
+These functions change the registry directly, which clients of brokers cannot do. Each decision names the person who
+made it. The commit that carries out a decision also writes a record under `cluster/decisions/`, which a broker records
+in the audit.
 
-Retire a node that works, to take it out of service: brokers choose it no more, and make its copies anew on others.
-`pxrs cluster status` shows when no ledger needs it (`NodeStatus.named` is 0); stop it then, and forget it.
+Retire a node to take it out of service while it works: brokers stop using it for new ledgers and create its copies
+again on other nodes. When `pxrs cluster status` shows that no ledger needs it (`NodeStatus.named` is 0), stop it and
+forget it, which removes its record.
 
-Abandon nodes that will never return, if ledgers cannot be recovered without them. A recovery ends where Qw - Qa + 1
-nodes of an entry's write set have no such entry. A node that does not answer counts as neither "yes" nor "no", so the
-partition waits for it. Abandoned nodes count as "no": entries that were acknowledged and are on no other node are lost.
+Abandon nodes that will never return, if ledgers cannot be recovered without them. A recovery ends a ledger before the
+first entry of which Qw - Qa + 1 nodes of its write set answer that they do not have it. A node that does not answer
+counts neither for nor against, so the partition waits for it. An abandoned node counts as if it did not have the entry:
+acknowledged entries that no other node has are lost.
 """
 
 from __future__ import annotations
@@ -38,56 +41,59 @@ from pxrs.events.recording import user
 from pxrs.registry.contract import Registry
 
 TRIES_MAX: Final = 20
-"""How often a change is tried again because the record was changed by its node meanwhile."""
+"""How often a change is repeated after a conflict: a node writes its own record too."""
 
 
 class Loss(NamedTuple):
-    """What one ledger may lose if nodes are abandoned."""
+    """What may be lost of one ledger if nodes are abandoned."""
 
     ledger: str
     topic: str
-    """Its name."""
+    """The name of the topic."""
     partition: int
     state: str
     nodes: tuple[str, ...]
-    """The abandoned nodes that have copies of this ledger."""
+    """The nodes to abandon that this ledger's record names."""
     first: int
     """Acknowledged messages from this offset on may be lost."""
     end: int | None
-    """The offset behind the last message of the ledger; None: the ledger is not closed, and its end is not known."""
+    """The offset after the last message of the ledger; None if the ledger is not closed, so that its end is not
+    known."""
     entries: int | None
-    """How many entries of a closed ledger are on these nodes alone, and are lost; None if it is not closed."""
+    """How many entries of a closed ledger only these nodes have, which would be lost; None if the ledger is not
+    closed."""
     waits_for: tuple[str, ...]
-    """Nodes that are away, too, and without which the recovery cannot end either. Abandon them as well, or wait."""
+    """Other nodes that are away and without which the recovery cannot finish. Abandon them as well, or wait for
+    them."""
 
 
-# Nodes that are to leave, or have left.
+# Retiring and forgetting nodes.
 
 
 def retire(registry: Registry, node: str, who: str = "") -> None:
-    """Let brokers move the copies of a node to others. It goes on serving what it has, until it is stopped. who: by
-    default the user of this process. Raises InvalidArgument, what the registry raises."""
+    """Have brokers create the node's copies again on other nodes. The node serves what it has until it is stopped. who:
+    by default the user of this process. Raises InvalidArgument, and what the registry raises."""
     _set_state(registry, node, RETIRED, Decision("retire_node", {"who": who or user(), "node": node}))
 
 
 def reinstate(registry: Registry, node: str, who: str = "") -> None:
-    """Use a node again that was retired. Raises as `retire`."""
+    """Cancel the retirement of a node. Raises as `retire`."""
     _set_state(registry, node, IN_USE, Decision("reinstate_node", {"who": who or user(), "node": node}))
 
 
 def forget(registry: Registry, node: str, who: str = "") -> None:
-    """Remove the record of a node that is stopped and that no ledger names. Its directory begins as a new node if it is
-    ever started again. Raises InvalidArgument if it is alive or needed."""
+    """Remove the record of a node that is stopped and that no ledger's record names. If the node is started again, it
+    starts with a new id. Raises InvalidArgument if it is alive or needed."""
     for _ in range(TRIES_MAX):
         _, version = _node(registry, node)
         if registry.get(alive_key(node)) is not None:
-            raise InvalidArgument(f"storage node {node} is alive: retire it, wait until it is not needed, and stop it")
+            raise InvalidArgument(f"storage node {node} is alive: retire it, and stop it when no ledger needs it")
         for entry in registry.scan(records.LEDGERS):
             record = LedgerRecord.parse(entry.key, entry.value)
             if node in record.named:
                 raise InvalidArgument(
                     f"storage node {node} is needed: ledger {record.id} names it; wait until `pxrs cluster status` "
-                    "shows that its copies were made anew"
+                    "shows that its copies are on other nodes"
                 )
         decision = Decision("forget_node", {"who": who or user(), "node": node})
         try:
@@ -107,7 +113,7 @@ def _set_state(registry: Registry, node: str, state: str, decision: Decision) ->
         try:
             registry.commit({node_key(node): version}, put)
             return
-        except Conflict:  # the node has recorded the end of its journal
+        except Conflict:  # for example because the node has written the end of its journal to its record
             continue
     raise _contended(node)
 
@@ -124,26 +130,26 @@ def _node(registry: Registry, node: str) -> tuple[NodeRecord, int]:
 
 
 def _contended(node: str) -> RegistryUnavailable:
-    return RegistryUnavailable(f"the record of storage node {node} was changed by others all the time: try again")
+    return RegistryUnavailable(f"the record of storage node {node} changed at every attempt: try again")
 
 
 def _decided(decision: Decision) -> dict[str, bytes]:
-    """The key and value that a broker turns into an event of the audit."""
+    """The key and value of a decision, which a broker records in the audit."""
     return {f"{records.DECISIONS}{time.time_ns():020}-{uuid.uuid4().hex[:8]}": decision.dump()}
 
 
-# Nodes that will never return.
+# Abandoning nodes.
 
 
 def losses(registry: Registry, nodes: Iterable[str]) -> list[Loss]:
-    """What may be lost if these nodes are abandoned: the ledgers that cannot be recovered, or not be read, without
-    them. Changes nothing. Raises InvalidArgument if one of the nodes is alive or not known."""
+    """What may be lost if these nodes are abandoned: the ledgers that cannot be recovered or read without them. Changes
+    nothing. Raises InvalidArgument if one of the nodes is alive or unknown."""
     chosen = frozenset(nodes)
     alive = {entry.key.removeprefix(records.ALIVE) for entry in registry.scan(records.ALIVE)}
     for node in sorted(chosen):
         _node(registry, node)
         if node in alive:
-            raise InvalidArgument(f"storage node {node} is alive: only nodes that will never return are abandoned")
+            raise InvalidArgument(f"storage node {node} is alive: only nodes that will never return can be abandoned")
     topics = {
         record.topic.id: name
         for entry in registry.scan(records.TOPICS)
@@ -156,11 +162,11 @@ def losses(registry: Registry, nodes: Iterable[str]) -> list[Loss]:
 def assess(
     ledgers: Iterable[LedgerRecord], nodes: Collection[str], alive: Collection[str], topics: Mapping[str, str]
 ) -> list[Loss]:
-    """Pure: as `losses`. topics: their names by id."""
+    """Pure: as `losses`. alive: the ids of live nodes. topics: names of topics by id."""
     found = []
     for record in ledgers:
         if record.topic_id not in topics or not record.named.intersection(nodes):
-            continue  # what belongs to no topic is removed, and is never recovered
+            continue  # a ledger without a topic is removed and never recovered
         loss = _closed_loss(record, nodes, topics) if record.is_closed else _open_loss(record, nodes, alive, topics)
         if loss is not None:
             found.append(loss)
@@ -182,7 +188,7 @@ def _closed_loss(record: LedgerRecord, nodes: Collection[str], topics: Mapping[s
 def _open_loss(
     record: LedgerRecord, nodes: Collection[str], alive: Collection[str], topics: Mapping[str, str]
 ) -> Loss | None:
-    """None if the nodes that are alive are enough to recover the ledger."""
+    """What may be lost of a ledger that is not closed; None if the live nodes are enough to recover it."""
     is_blocked, waits_for = False, set[str]()
     refusals = record.quorum.refusals
     for fragment, entries in unsettled(record, record.confirmed):
@@ -223,18 +229,18 @@ def _loss(
 def abandon(
     registry: Registry, nodes: Iterable[str], ledgers: Collection[str] | None = None, who: str = ""
 ) -> list[Loss]:
-    """Go on without these nodes, in the ledgers that `losses` lists, or in those of them that are named here. The
-    processes of the nodes must be stopped for good: a node that still runs, cut off from the registry, may still
-    acknowledge entries to a broker that is cut off, too, and these are lost.
+    """Have brokers recover ledgers without these nodes: all ledgers that `losses` lists, or those of them in `ledgers`.
+    The processes of the nodes must be stopped for good. A node that still runs but cannot reach the registry may
+    acknowledge entries to a broker that cannot reach it either; such entries are lost.
 
-    Returns what may be lost. The brokers that own the partitions recover them within seconds. Nodes that come back
-    after all serve other ledgers as before. Raises as `losses`."""
+    Returns what may be lost. The brokers that own the partitions recover the ledgers within seconds. If an abandoned
+    node comes back, it serves other ledgers as before. Raises as `losses`."""
     chosen = sorted({*nodes})
     found = [loss for loss in losses(registry, chosen) if ledgers is None or loss.ledger in ledgers]
     if ledgers is not None and (others := {*ledgers} - {loss.ledger for loss in found}):
         raise InvalidArgument(
-            f"these ledgers do not need the decision, or are not there: {', '.join(sorted(others))}; `losses` lists "
-            "those that do"
+            f"these ledgers do not need the decision, or do not exist: {', '.join(sorted(others))}; `losses` lists "
+            "the ledgers that need it"
         )
     name = who or user()
     count = max(1, registry.limits.commit_keys_max - 1)
@@ -251,7 +257,8 @@ def abandon(
 
 
 def abandonment_of(registry: Registry, record: LedgerRecord) -> Abandonment | None:
-    """Which nodes this ledger goes on without, if an operator has decided so. Raises what the registry raises."""
+    """The decision of an operator to recover this ledger without some nodes; None if there is none. Raises what the
+    registry raises."""
     key = abandoned_key(record.name)
     entry = registry.get(key)
     return None if entry is None else Abandonment.parse(key, entry.value)

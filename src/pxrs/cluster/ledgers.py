@@ -1,24 +1,24 @@
-"""A ledger's record in the registry: which nodes keep which entries, in which state the ledger is, and how it changes.
+"""The record of a ledger in the registry: which nodes store which entries, the ledger's state, and its transitions.
 
-Every change of a record is a compare-and-set on its key, so each transition is decided by exactly one process:
+Every change of a record is a compare-and-set on its key, so exactly one process makes each transition:
 
     state        who                     what                                                next state
     (none)       owner of the partition  creates it, in one commit with its own owner key    open
     open         its writer              replaces a node, leaves a position empty, fills it  open
-    open         its writer              closes it; every entry is confirmed                 closed
+    open         its writer              closes it when every entry is confirmed             closed
     open         owner of the partition  begins recovery, `recovery` + 1                     recovering
-    recovering   owner of the partition  begins recovery anew, `recovery` + 1                recovering
-    recovering   the last recoverer      names a node in `joining`                           recovering
-    recovering   the last recoverer      closes it, with the nodes that took over            closed
-    closed       whoever copies          names a node in `joining`; puts it into fragments   closed
+    recovering   owner of the partition  begins another recovery, `recovery` + 1             recovering
+    recovering   the last recovery       names a spare in `joining`                          recovering
+    recovering   the last recovery       closes it, with replacements in `fragments`         closed
+    closed       owner of the partition  names a spare in `joining`, then in `fragments`     closed
 
-While a ledger is open, only its writer changes the record (apart from the change to "recovering", which ends the
-writer). So what the writer has committed is what a recoverer finds.
+While a ledger is open, only its writer changes the record, except for the change to "recovering", which stops the
+writer. So a recovery finds the record as the writer has last committed it.
 
-A position without a node (None) never has a copy. It counts as a "no such entry" and as fenced: the writer empties a
-position only from an entry on from which every confirmed entry has Qa copies at other positions, and confirms nothing
-while such a change is not committed. So an entry whose write set has m empty positions was confirmed by Qa of the other
-Qw - m.
+A position without a node (None) never has a copy. A recovery counts it as fenced, and as the answer "no such entry".
+This is safe because of how the writer empties a position: every confirmed entry from the first one of the new fragment
+on has Qa copies at other positions, and the writer confirms nothing until the change is committed. So an entry whose
+write set has m empty positions was confirmed by Qa of the other Qw - m.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class LedgerName(NamedTuple):
-    """What a ledger's id consists of. Topic ids and numbers are never reused, so neither are ledger ids (C5)."""
+    """The parts of a ledger's id. Topic ids and numbers are never reused, so ledger ids are not either (C5)."""
 
     topic_id: str
     partition: int
@@ -58,35 +58,35 @@ class LedgerName(NamedTuple):
 
     @classmethod
     def of_id(cls, ledger: str) -> LedgerName:
-        """Raises ValueError if the text is no ledger's id."""
+        """Raises ValueError if the text is not the id of a ledger."""
         topic_id, partition, number = ledger.rsplit("/", 2)
         if not topic_id:
-            raise ValueError(f"{ledger!r} is no id of a ledger")
+            raise ValueError(f"{ledger!r} is not the id of a ledger")
         return cls(topic_id, int(partition), int(number))
 
     @classmethod
     def of_key(cls, key: str) -> LedgerName:
-        """Raises ValueError if the key is none of a ledger's record."""
+        """Raises ValueError if the key is not that of a ledger's record."""
         if not key.startswith(LEDGERS):
-            raise ValueError(f"{key!r} is no key of a ledger")
+            raise ValueError(f"{key!r} is not the key of a ledger")
         return cls.of_id(key.removeprefix(LEDGERS))
 
 
 class EntryHead(NamedTuple):
-    """What is known of an entry without its bytes."""
+    """The description of an entry without its bytes."""
 
     offset: int
     """The offset of its first row."""
     rows: int
-    """0 for entry 0, which holds the producers' state."""
+    """The number of rows; 0 for entry 0, which holds the producers' state."""
     size: int
-    """The length of its bytes."""
+    """The length of the body in bytes."""
     last_timestamp: int
     """The latest timestamp of a row, in microseconds since 1970."""
     stored_at: int
     """When the broker encoded it, in microseconds since 1970."""
     checksum: int
-    """XXH3-64 of its bytes."""
+    """XXH3-64 of the body."""
 
     @property
     def next_offset(self) -> int:
@@ -95,14 +95,14 @@ class EntryHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """How many copies a topic's entries have. Fixed for the topic's life."""
+    """The quorum of a topic. It cannot be changed."""
 
     ensemble: int = 3
-    """E: over how many nodes the entries of a ledger are spread."""
+    """E: the number of nodes over which the entries of a ledger are distributed."""
     write_quorum: int = 3
-    """Qw: how many copies each entry has."""
+    """Qw: the number of copies of each entry."""
     ack_quorum: int = 2
-    """Qa: how many copies are synced before an entry is acknowledged."""
+    """Qa: the number of copies that must be synced before an entry is acknowledged."""
 
     def __post_init__(self) -> None:
         for name in ("ensemble", "write_quorum", "ack_quorum"):
@@ -118,12 +118,12 @@ class Quorum:
         if self.ack_quorum == 1 < self.write_quorum:
             raise InvalidTopic(
                 f"ack_quorum 1 with write_quorum {self.write_quorum} is refused: an acknowledged entry may be on one "
-                "node alone, and recovery could go on only if all nodes of the entry answer; choose an ack_quorum of 2 "
+                "node only, and a recovery would need the answers of all nodes of the entry; choose an ack_quorum of 2 "
                 "or more, or a write_quorum of 1"
             )
 
     def write_set(self, entry: int) -> list[int]:
-        """The positions that keep this entry."""
+        """The positions that store this entry."""
         return [(entry + k) % self.ensemble for k in range(self.write_quorum)]
 
     def keeps(self, position: int, entry: int) -> bool:
@@ -132,31 +132,32 @@ class Quorum:
 
     @property
     def refusals(self) -> int:
-        """Qw - Qa + 1: of an entry's write set, so many that have no copy (or take none any more) prove that the entry
-        was not (or will never be) confirmed. Counted for each entry's own write set (C2)."""
+        """Qw - Qa + 1. If this many positions of an entry's write set do not have the entry, it was not confirmed; if
+        this many are fenced, it never will be. They are counted within the write set of each entry (C2)."""
         return self.write_quorum - self.ack_quorum + 1
 
 
 class Fragment(NamedTuple):
-    """A run of entries that the same nodes keep. It ends where the next fragment begins."""
+    """A range of entries that have the same ensemble. It ends where the next fragment begins."""
 
     first: int
     nodes: tuple[str | None, ...]
-    """The node at each position; None: the position has no copies."""
+    """The node at each position; None if the position is empty."""
 
 
 class Joining(NamedTuple):
-    """A node that gets copies before `fragments` names it, so that it does not take them for garbage (C5)."""
+    """A node that gets copies before `fragments` names it. It is named here so that it does not remove the copies as
+    garbage (C5)."""
 
     node: str
     first: int
-    """The first entry of the fragment that the node is to join."""
+    """The first entry of the fragment into which the node will be put; in a recovery, the first entry that it gets."""
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """One ledger. See the module's page for the states and who changes what."""
+    """One ledger. The module's docstring lists the states and who makes which transition."""
 
     topic_id: str
     partition: int
@@ -169,26 +170,28 @@ class LedgerRecord:
     fragments: tuple[Fragment, ...]
     state: str = OPEN
     recovery: int = 0
-    """The number of the last recovery that was begun; 0: none was."""
+    """The number of the last recovery that was begun; 0 if none was."""
     recoverer: int = 0
-    """The epoch of the claim under which that recovery was begun. Without it, two recoverers would propose the same
-    record, and the one that lost would take the other's change for its own."""
+    """The epoch of the claim under which that recovery was begun. Without it, two brokers could propose the same
+    record, and the one whose compare-and-set failed would mistake the other's record for its own."""
     joining: tuple[Joining, ...] = ()
     confirmed: int = -1
-    """Entries up to this one were confirmed when the writer last wrote the record. Recovery begins behind it."""
+    """Entries up to this one were confirmed when the writer last wrote the record. A recovery begins after it."""
     last: int | None = None
-    """The last entry; -1 if there is none. Closed ledgers only, as are `end`, `size`, `stored_at`, `is_complete`."""
+    """The last entry; -1 if there is none. Set in closed ledgers only, like `end`, `size`, `stored_at`,
+    `is_complete`."""
     end: int | None = None
-    """The offset behind the last row."""
+    """The offset after the last row."""
     size: int = 0
-    """The length of all entries but entry 0, in bytes."""
+    """The total length of all entries except entry 0, in bytes."""
     stored_at: int = 0
     """`EntryHead.stored_at` of the last entry, in microseconds since 1970."""
     is_complete: bool = False
-    """Every node was found to have all the entries that `fragments` says it has. False after a recovery, which stops at
-    Qa copies, until somebody has looked (`copies`)."""
+    """Whether every node is known to have all the entries that `fragments` assigns to it. False after a recovery, which
+    stops at Qa copies, until a repair has checked the copies (`copies`)."""
     abandoned: tuple[str, ...] = ()
-    """The nodes without which an operator decided to go on (C6). Not empty: acknowledged entries may be lost."""
+    """The nodes without which an operator decided to continue (C6). If there are any, acknowledged entries may be
+    lost."""
 
     def __post_init__(self) -> None:
         firsts = [fragment.first for fragment in self.fragments]
@@ -219,27 +222,27 @@ class LedgerRecord:
     def is_closed(self) -> bool:
         return self.state == CLOSED
 
-    # Which nodes keep what.
+    # Which nodes store which entries.
 
     def fragment_of(self, entry: int) -> Fragment:
         return next(fragment for fragment in reversed(self.fragments) if fragment.first <= entry)
 
     def nodes_of(self, entry: int) -> list[tuple[int, str | None]]:
-        """The write set of an entry: each position, and the node there."""
+        """The write set of an entry: each position with its node."""
         nodes = self.fragment_of(entry).nodes
         return [(position, nodes[position]) for position in self.quorum.write_set(entry)]
 
     def position_of(self, node: str, entry: int) -> int | None:
-        """The position by which this node keeps the entry; None if it does not."""
+        """The position of this node in the write set of the entry; None if it is not in it."""
         return next((position for position, each in self.nodes_of(entry) if each == node), None)
 
     def last_of(self, fragment: Fragment) -> int | None:
-        """The last entry of a fragment; None: it is the last fragment of a ledger that is not closed."""
+        """The last entry of a fragment; None if it is the last fragment of a ledger that is not closed."""
         following = [each.first for each in self.fragments if each.first > fragment.first]
         return min(following) - 1 if following else self.last
 
     def entries_of(self, fragment: Fragment, position: int) -> Iterator[int]:
-        """The entries of a fragment of a closed ledger that this position keeps."""
+        """The entries of a fragment of a closed ledger that this position stores."""
         last = self.last_of(fragment)
         if last is None:
             raise ValueError(f"{self.id}: the fragment from entry {fragment.first} on has no end yet")
@@ -247,7 +250,7 @@ class LedgerRecord:
 
     @property
     def named(self) -> set[str]:
-        """Every node that may have data of this ledger (C5). A node that is not among them may remove the ledger."""
+        """Every node that may have data of this ledger (C5). Any other node may remove the ledger."""
         nodes = {node for fragment in self.fragments for node in fragment.nodes if node is not None}
         return nodes | {each.node for each in self.joining}
 
@@ -255,7 +258,7 @@ class LedgerRecord:
 
     def with_node(self, first: int, position: int, node: str | None, *, is_one: bool = False) -> LedgerRecord:
         """The record with another node at a position, for the entries from `first` on. is_one: only up to the end of
-        the fragment that has `first`."""
+        the fragment that contains `first`."""
         split = self.fragment_of(first)
         fragments: list[Fragment] = []
         for fragment in self.fragments:
@@ -269,8 +272,8 @@ class LedgerRecord:
         return replace(self, fragments=merged(fragments))
 
     def with_node_in(self, first: int, position: int, node: str | None) -> LedgerRecord:
-        """The record with another node at a position of the fragment that begins at `first`, and of no other. Fragments
-        are not merged: whoever repairs a ledger counts its places by the fragments."""
+        """The record with another node at a position of the fragment that begins at `first`, and of no other fragment.
+        Equal neighbours are not merged, because a repair identifies places by the fragments' first entries."""
         fragments = [
             each._replace(nodes=(*each.nodes[:position], node, *each.nodes[position + 1 :]))
             if each.first == first
@@ -280,8 +283,8 @@ class LedgerRecord:
         return replace(self, fragments=tuple(fragments))
 
     def in_recovery(self, recoverer: int, abandoned: Iterable[str] = ()) -> LedgerRecord:
-        """Recovery is begun, or begun anew: nodes that an earlier recoverer has named in `joining` are dropped.
-        recoverer: the epoch of the owner's claim; abandoned: see the field, to which they are added."""
+        """The record at the beginning of a recovery. Nodes that an earlier recovery named in `joining` are dropped.
+        recoverer: the epoch of the owner's claim. abandoned: added to the field of that name."""
         if self.is_closed:
             raise ValueError(f"{self.id} is closed: there is nothing to recover")
         return replace(
@@ -297,7 +300,7 @@ class LedgerRecord:
         return replace(self, joining=tuple(dict.fromkeys(joining)))
 
     def closed(self, last: int, end: int, *, size: int, stored_at: int, is_complete: bool) -> LedgerRecord:
-        """`fragments` behind the last entry are dropped: they have no entries."""
+        """The record of the closed ledger. Fragments that begin after the last entry are dropped."""
         fragments = tuple(each for each in self.fragments if each.first <= max(last, 0))
         return replace(
             self,
@@ -372,7 +375,7 @@ class LedgerRecord:
 
 
 def merged(fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
-    """The fragments, where neighbours with the same nodes are one."""
+    """The fragments, with neighbours that have the same nodes merged."""
     found: list[Fragment] = []
     for fragment in fragments:
         if not found or found[-1].nodes != fragment.nodes:
@@ -381,11 +384,12 @@ def merged(fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
 
 
 def parsed(key: str, value: bytes, make: Callable[[dict[str, Any]], T]) -> T:
-    """What `make` makes of the JSON object under a key. Raises RegistryCorrupt if it is none that fits."""
+    """The result of `make` for the JSON object under a key. Raises RegistryCorrupt if the value is not JSON, not an
+    object, or refused by `make`."""
     try:
         found = json.loads(value)
         if not isinstance(found, dict):
-            raise TypeError(f"a JSON object is expected, and not {type(found).__name__}")
+            raise TypeError(f"expected a JSON object, not {type(found).__name__}")
         return make(found)
     except (KeyError, TypeError, ValueError) as error:
-        raise RegistryCorrupt(key, f"this is no record of the cluster: {error!r}") from error
+        raise RegistryCorrupt(key, f"the value is not a valid record of the cluster: {error!r}") from error

@@ -1,18 +1,18 @@
 """A broker's connection to one storage node.
 
-All adds of a process to one node, of whatever ledgers, share one stream of `DoPut`. gRPC's own thread takes what waits
-and packs it into messages; the link's thread receives the answers. Adds are answered in the order in which they were
-given, once they are synced; refusals may come earlier.
+All adds of a process to one node, of all ledgers, share one stream of `DoPut`. A thread of gRPC packs waiting adds into
+messages; the link's thread receives the answers. The node answers adds in the order in which they were sent, when they
+are synced; it may report a refused add earlier.
 
     adds waiting --(gRPC's thread packs them)--> sent, unanswered --(the link's thread)--> `done`
 
-What is unanswered is bounded in time (`timeout_s`, counted from the moment at which the add was given, or from the last
-answer if that is later) and in bytes (`unanswered_bytes_max`). Beyond either, the stream is ended, and every add that
-is unanswered fails with NodeUnreachable: it is then not known whether the node has it. An add may be repeated at any
-time, because a node stores an entry once.
+Unanswered adds are bounded in time and in bytes. If no answer arrives for `timeout_s`, counted from the call of `add`
+or from the last answer if that was later, the link ends the stream, and every unanswered add fails with
+NodeUnreachable; it is then not known whether the node has stored it. An add beyond `unanswered_bytes_max` fails at
+once. A caller may repeat an add at any time, because a node stores an entry once.
 
-After a failed stream the next add opens another one. For `PAUSE_S` after a failure adds fail at once, so that a node
-that is away costs a connection attempt now and then, not one for each add.
+After a stream has failed, the next add opens another one. For `PAUSE_S` after a failure adds fail at once, so that a
+node that is away costs an occasional connection attempt, not one for each add.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from pxrs import grpc_fork  # first: it imports gRPC in its own way
+from pxrs import grpc_fork  # before grpc, which it imports with settings of its own
 
 # isort: split
 import grpc
@@ -46,16 +46,16 @@ _logger = logging.getLogger(__name__)
 
 PACK_BYTES: Final = 1 << 20
 PACK_ADDS: Final = 500
-"""How much goes into one message, at least one add."""
+"""Maximum length and number of adds of one message. A single add may be longer."""
 PAUSE_S: Final = 0.2
 LOOK_S: Final = 0.25
-"""How often the watchdog looks for streams without an answer."""
+"""Interval at which the watchdog checks streams for missing answers."""
 
 Done = Callable[[Exception | None], None]
 
 
 class _Pending:
-    """An add that is not answered."""
+    """An add that the node has not answered."""
 
     __slots__ = ("add", "done", "given_at", "is_refused")
 
@@ -72,12 +72,12 @@ class _Stream:
         self.call: Any = None
         self.unsent: deque[_Pending] = deque()
         self.unanswered: deque[_Pending] = deque()
-        """All that is not answered, in order, with what is unsent."""
+        """All adds that are not answered, in order, including those in `unsent`."""
         self.answered = 0
-        """How many adds have left `unanswered`: the number of its first one."""
+        """How many adds were removed from `unanswered`, which is the number of its first add in the stream."""
         self.heard_at = 0.0
         self.why: str | None = None
-        """Why this side has ended the stream."""
+        """Why this process has ended the stream; None while it has not."""
 
 
 class NodeLink:
@@ -91,11 +91,11 @@ class NodeLink:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._failing: deque[tuple[_Pending, PxrsError]] = deque()
-        """Adds that were refused here; the link's thread tells their callers."""
+        """Adds that `add` has refused; the link's thread calls their `done`."""
         self._stream: _Stream | None = None
         self._unanswered_bytes = 0
         self._down: tuple[float, PxrsError] | None = None
-        """Until when adds fail at once, and with what."""
+        """After a failure: until when adds fail at once (monotonic), and with which error."""
         self._is_closed = False
         self._channel = open_channel(address, self._settings)
         self._put: Any = self._channel.stream_stream(f"/{flight.SERVICE}/DoPut")
@@ -108,8 +108,8 @@ class NodeLink:
 
     @property
     def unanswered_bytes(self) -> int:
-        """How many bytes of adds are not answered. A caller that waits while this is large slows itself down instead of
-        losing the node."""
+        """The length of all unanswered adds. A caller that waits while this is large is slowed down; otherwise its adds
+        fail, and it replaces the node."""
         return self._unanswered_bytes
 
     def add(
@@ -122,9 +122,8 @@ class NodeLink:
         recovery: int | None,
         done: Done,
     ) -> None:
-        """Send an entry. Returns at once; `done` is called on the link's thread, once: with None when the node has
-        synced the entry, otherwise with NodeUnreachable, LedgerFenced or WrongNode. After `close`, it is called before
-        this returns."""
+        """Send an entry. Returns at once. The link's thread calls `done` once: with None when the node has synced the
+        entry, otherwise with NodeUnreachable, LedgerFenced or WrongNode. After `close`, this method calls it."""
         pending = _Pending(Add(ledger, entry, lac, recovery, head, body), done)
         with self._lock:
             stream = self._stream
@@ -145,7 +144,7 @@ class NodeLink:
             _tell(pending, refusal)
 
     def _refusal(self, pending: _Pending) -> PxrsError | None:
-        """Why an add fails at once."""
+        """Why an add fails at once; None if it does not. Under the lock."""
         if self._is_closed:
             return self._unreachable("the link was closed")
         if self._down is not None:
@@ -156,14 +155,14 @@ class NodeLink:
             self._unanswered_bytes + pending.add.head.size > self._settings.unanswered_bytes_max
             and self._unanswered_bytes
         ):
-            return self._unreachable(f"{self._unanswered_bytes:,} bytes of adds are unanswered, which is the most")
+            return self._unreachable(f"{self._unanswered_bytes:,} bytes of adds are unanswered, the maximum")
         return None
 
     def _unreachable(self, why: str) -> NodeUnreachable:
         return NodeUnreachable(self.node, f"{self.address}: {why}")
 
     def _run(self) -> None:
-        """The link's thread: opens streams, receives their answers, and calls `done`."""
+        """The link's thread: opens streams, receives answers, and calls `done`."""
         while True:
             with self._lock:
                 while self._stream is None and not self._failing and not self._is_closed:
@@ -179,7 +178,7 @@ class NodeLink:
                 return
 
     def _receive(self, stream: _Stream) -> PxrsError:
-        """Run a stream until it ends; why it has ended."""
+        """Run a stream until it ends. Returns why it has ended."""
         try:
             call = self._put(self._packed(stream), metadata=self._settings.metadata())
         except (ValueError, InvalidUrl) as error:  # the channel is closed, or there is no token
@@ -198,7 +197,7 @@ class NodeLink:
                 return told
             why = f"{told or text_of(failure)}"
         except (KeyError, TypeError, ValueError, flight.MalformedMessage) as error:
-            why = f"an answer cannot be read: {error}"
+            why = f"an answer is malformed: {error}"
         finally:
             call.cancel()
         return self._unreachable(stream.why or why)
@@ -234,12 +233,12 @@ class NodeLink:
             self._down = time.monotonic() + PAUSE_S, error
             self._changed.notify_all()
         if left and not self._is_closed:
-            _logger.warning("storage node %s does not answer, %d adds failed: %s", self.node, len(left), error)
+            _logger.warning("the stream to node %s failed with %d unanswered adds: %s", self.node, len(left), error)
         for pending in left:
             _tell(pending, error)
 
     def _packed(self, stream: _Stream) -> Iterator[bytes]:
-        """Called by gRPC, on a thread of its own: the messages of a stream."""
+        """The messages of a stream. gRPC iterates over them on a thread of its own."""
         yield messages.adds_begin(self.node)
         while True:
             with self._lock:
@@ -257,7 +256,7 @@ class NodeLink:
             yield messages.adds(batch)
 
     def look(self, now: float) -> None:
-        """End the stream if the node has not answered in time. Called by the watchdog."""
+        """End the stream if the node has not answered in time. The watchdog calls this."""
         with self._lock:
             stream = self._stream
             if stream is None or not stream.unanswered or stream.why is not None:
@@ -271,16 +270,17 @@ class NodeLink:
         if call is not None:
             call.cancel()
 
-    # Single calls.
+    # Calls other than adds.
 
     def fence(self, ledger: str, recovery: int, timeout_s: float | None = None) -> Fenced:
-        """Let the node refuse adds to the ledger but those of recoveries with this number or a higher one. The fence is
-        synced when this returns. Raises NodeUnreachable, LedgerFenced if a higher number has fenced it, WrongNode."""
+        """Have the node refuse all adds to the ledger except those of recoveries with this number or a higher one. The
+        fence is synced when this returns. Raises LedgerFenced if a higher number has fenced the ledger,
+        NodeUnreachable, WrongNode."""
         found = self._call(messages.FENCE, {"ledger": ledger, "recovery": recovery}, timeout_s)
         return Fenced(int(found["lac"]), int(found["last"]))
 
     def index(self, ledger: str, after: int = -1, limit: int = 10_000, timeout_s: float | None = None) -> IndexPage:
-        """The entries that the node has behind `after`. Raises NodeUnreachable, WrongNode."""
+        """The first `limit` entries after the entry `after` that the node has. Raises NodeUnreachable, WrongNode."""
         found = self._call(messages.INDEX, {"ledger": ledger, "after": after, "limit": limit}, timeout_s)
         entries = [
             (entry, EntryHead(offset, rows, size, last_timestamp, stored_at, 0))
@@ -289,12 +289,13 @@ class NodeLink:
         return IndexPage(entries, int(found["lac"]), found["fenced"], bool(found["more"]))
 
     def ledgers(self, after: str = "", limit: int = 10_000, timeout_s: float | None = None) -> tuple[list[str], bool]:
-        """The ids of ledgers that the node has, in order, and whether there are more. Raises as `index`."""
+        """The first `limit` ids after `after` of ledgers that the node has, and whether there are more. Raises as
+        `index`."""
         found = self._call(messages.LEDGERS, {"after": after, "limit": limit}, timeout_s)
         return [str(each) for each in found["ledgers"]], bool(found["more"])
 
     def collect(self, timeout_s: float | None = None) -> Mapping[str, Any]:
-        """Let the node look for garbage now; what it found. Raises as `index`."""
+        """Have the node collect garbage now. Returns what it removed. Raises as `index`."""
         return self._call(messages.COLLECT, {}, timeout_s)
 
     def hello(self, timeout_s: float | None = None) -> Hello:
@@ -313,9 +314,9 @@ class NodeLink:
         heads: bool = False,
         timeout_s: float | None = None,
     ) -> list[EntryRead]:
-        """Entries from `first` to `last` (included) that the node has, or says that it has not; fewer of them once they
-        have `max_bytes` together, at least one. recovery: the node fences the ledger with this number first. heads: of
-        each entry only the headers of its frames. Raises NodeUnreachable, LedgerFenced, WrongNode."""
+        """The node's answers for the entries from `first` to `last` (inclusive), up to `max_bytes`, but at least one.
+        recovery: the node first fences the ledger with this number. heads: read only the headers of each entry's
+        frames. Raises NodeUnreachable, LedgerFenced, WrongNode."""
         ticket = {
             "node": self.node,
             "ledger": ledger,
@@ -332,7 +333,7 @@ class NodeLink:
         request = flight.action(name, wire.dumps({"node": self.node, **arguments}))
         for message in self._messages(self._action, request, timeout_s):
             return wire.loads(flight.read_result(message))
-        raise self._unreachable(f"{name} was not answered")
+        raise self._unreachable(f"the call {name} returned no answer")
 
     def _messages(self, method: Any, request: bytes, timeout_s: float | None) -> list[bytes]:
         """The messages that answer a call."""
@@ -348,7 +349,8 @@ class NodeLink:
             raise self._unreachable(str(error)) from error
 
     def close(self) -> None:
-        """Adds that are unanswered fail with NodeUnreachable. Idempotent. Must not be called by a `done`."""
+        """Close the link. Unanswered adds fail with NodeUnreachable. Idempotent. A `done` callback must not call this,
+        because it waits for the link's thread."""
         _WATCHDOG.discard(self)
         with self._lock:
             self._is_closed = True
@@ -371,7 +373,7 @@ def _tell(pending: _Pending, error: Exception | None) -> None:
 
 
 class _Watchdog:
-    """Looks at all links of this process, on one thread that runs while there are any."""
+    """Checks all links of this process for missing answers, on one thread that runs while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

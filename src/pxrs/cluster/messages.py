@@ -1,8 +1,8 @@
 """The messages between brokers and a storage node, as bytes (docs/cluster-format.md). Nothing here does I/O.
 
-They are messages of Arrow Flight's service, with JSON in `app_metadata` and the bytes of entries in `data_body`. One
-message of a stream of adds holds as many adds as were waiting, and one answer says how many of the stream's adds are
-synced, so that small entries cost neither a message nor an answer each.
+They are messages of Arrow Flight's service, with JSON in `app_metadata` and the bytes of entries in `data_body`. In a
+stream of adds, the sender packs all waiting adds into one message, and one answer gives the number of adds of the
+stream that are synced. So a small entry costs neither a message nor an answer of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.remote import flight, wire
 
 ADDS: Final = "adds"
-"""What `storage` is in the descriptor of a stream of adds."""
+"""The value of `storage` in the descriptor of a stream of adds."""
 HELLO: Final = "storage.hello"
 FENCE: Final = "storage.fence"
 INDEX: Final = "storage.index"
@@ -27,13 +27,13 @@ _BODY_TAG: Final = b"\xc2\x3e"
 _METADATA_TAG: Final = b"\x1a"
 
 _TYPES: Final = frozenset((str, int, int, recovery, *[int] * len(EntryHead._fields)) for recovery in (int, type(None)))
-"""The types of the fields of an add, with a recovery number and without."""
+"""The types of the fields of an add: with a recovery number, and with None in its place."""
 
 Piece = bytes | memoryview
 
 
 class Add(NamedTuple):
-    """An entry on its way to a node."""
+    """The request to store an entry on a node."""
 
     ledger: str
     entry: int
@@ -44,7 +44,7 @@ class Add(NamedTuple):
 
 
 def data(about: Mapping[str, Any], pieces: Iterable[Piece] = ()) -> bytes:
-    """A `FlightData` without an Arrow header."""
+    """An encoded `FlightData` message without an Arrow header."""
     metadata = wire.dumps(about)
     body = [piece for piece in pieces if len(piece)]
     parts: list[Piece] = [_METADATA_TAG, flight.varint(len(metadata)), metadata]
@@ -59,7 +59,7 @@ def adds_begin(node: str) -> bytes:
 
 
 def adds(batch: Sequence[Add]) -> bytes:
-    """Some adds as one message."""
+    """One message with these adds."""
     about = [[each.ledger, each.entry, each.lac, each.recovery, *each.head] for each in batch]
     return data({"adds": about}, (piece for each in batch for piece in each.body))
 
@@ -85,13 +85,13 @@ def read_adds(message: bytes) -> list[Add]:
                 raise ValueError("a number is out of range")
             batch.append(Add(ledger, entry, lac, recovery, about, (body,)))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"a message of adds cannot be read: {str(error)[:200]}") from error
+        raise InvalidArgument(f"a message with adds is malformed: {str(error)[:200]}") from error
     return batch
 
 
 def answer(synced: int, refused: Sequence[tuple[int, PxrsError]]) -> bytes:
-    """An answer in a stream of adds: its first `synced` adds are synced, but for those that were refused, now or in an
-    earlier answer, by their numbers in the stream."""
+    """An answer in a stream of adds: the first `synced` adds of the stream are synced, except for those that this
+    answer or an earlier one lists as refused. Adds are numbered from 0 in each stream."""
     about: dict[str, Any] = {"synced": synced}
     if refused:
         about["refused"] = [[number, wire.error_to_dict(error)] for number, error in refused]

@@ -1,8 +1,8 @@
-"""Pure: which storage nodes keep a ledger, which one takes the place of another, which broker takes a partition (P9).
+"""Pure: which storage nodes a ledger uses, which node replaces another, and which broker claims a partition (P9).
 
-A placement is a function of the candidates, a count, and a number that says how often something was placed before. It
-returns the best candidates first. `least loaded` is the default; installed packages register others as entry points of
-the group `pxrs.placements`.
+A placement is a function of the candidates, the number wanted, and the number of the decision, which rises with each
+decision of the process. It returns the best candidates first. `least loaded` is the default; installed packages
+register others as entry points of the group `pxrs.placements`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ class Candidate(NamedTuple):
 
     id: str
     load: float
-    """Bytes on a storage node, partitions of a broker: the smaller, the better."""
+    """Bytes on a storage node, or partitions of a broker. Smaller is better."""
     free_bytes: int = 0
-    """What a storage node has left; 0 for a broker."""
+    """Free disk space of a storage node; 0 for a broker."""
 
 
 Placement = Callable[[Sequence[Candidate], int, int], Sequence[str]]
-"""Given candidates in the order of their ids, how many are wanted, and the number of the decision (each one is one
-higher than the last of the process): the ids of as many as wanted, or fewer if there are fewer; the best first."""
+"""Takes the candidates in the order of their ids, the number wanted, and the number of the decision. Returns the ids of
+that many candidates, or of all if there are fewer, the best first."""
 
 
 def least_loaded(candidates: Sequence[Candidate], count: int, turn: int) -> list[str]:
-    """Those with the least load. Among equals the turn decides, so that not all ledgers begin at the same node."""
+    """The candidates with the least load. `turn` rotates candidates of equal load, so that not all ledgers begin with
+    the same node."""
     shift = {each.id: (number - turn) % len(candidates) for number, each in enumerate(candidates)}
     return [each.id for each in sorted(candidates, key=lambda each: (each.load, shift[each.id]))[:count]]
 
@@ -63,7 +64,8 @@ def placement_named(name: object) -> Placement:
 
 
 def storage_candidates(alive: Mapping[str, AliveNode], without: Iterable[str] = ()) -> list[Candidate]:
-    """The nodes that take new ledgers, by their ids; not those in `without`, such as the nodes that a ledger has."""
+    """The nodes that accept entries, in the order of their ids, except those in `without`, for example the nodes that a
+    ledger already uses."""
     excluded = {*without}
     return [
         Candidate(node, float(found.used_bytes), found.free_bytes)
@@ -77,8 +79,8 @@ def broker_candidates(brokers: Mapping[str, BrokerRecord]) -> list[Candidate]:
 
 
 def choose(placement: Placement, candidates: Sequence[Candidate], count: int, turn: int) -> list[str]:
-    """At most `count` of the candidates, the best first. Raises InvalidPlacement if the function's answer cannot be
-    used: a ledger would have two copies on one node."""
+    """At most `count` of the candidates, the best first. Raises InvalidPlacement if the function returns too many ids,
+    an unknown one, or one twice, which would put two copies of an entry on one node."""
     if not candidates or count < 1:
         return []
     chosen = list(placement(candidates, count, turn))
@@ -91,7 +93,7 @@ def choose(placement: Placement, candidates: Sequence[Candidate], count: int, tu
 
 
 def ensemble(placement: Placement, alive: Mapping[str, AliveNode], size: int, turn: int) -> tuple[str | None, ...]:
-    """The positions of a new ledger; None where there is no node: the ledger is under-replicated, which `copies` and
-    `pxrs cluster status` show."""
+    """The node at each position of a new ledger; None where there are too few nodes. Such a ledger lacks copies, which
+    `copies` and `pxrs cluster status` report."""
     chosen: list[str | None] = [*choose(placement, storage_candidates(alive), size, turn)]
     return tuple(chosen + [None] * (size - len(chosen)))

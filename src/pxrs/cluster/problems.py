@@ -1,4 +1,4 @@
-"""Pure: what a person should look at in a cluster, which `pxrs cluster status` and the web page share."""
+"""Pure: the problems of a cluster that `pxrs cluster status` and the web page show."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from pxrs.cluster.status import UNCHECKED, ClusterStatus, LedgerStatus, Shortage
 from pxrs.wording import counted
 
 LEDGERS_MAX: Final = 20
-"""How many ledgers that lack copies are named; the others are counted."""
+"""How many ledgers that lack copies are listed; of the others only the number is shown."""
 NAMES_MAX: Final = 5
 ID_CHARACTERS: Final = 8
-"""How much of an id is shown. `pxrs cluster retire` and `abandon` take as much."""
+"""How many characters of an id are shown. `pxrs cluster retire` and `abandon` accept such a prefix."""
 
 
 def short(id: str) -> str:
-    """The beginning of the id of a node, a broker or a topic."""
+    """The first characters of the id of a node, a broker or a topic."""
     return id[:ID_CHARACTERS]
 
 
 def problems(found: ClusterStatus) -> Iterator[Attention]:
-    """The most urgent first."""
+    """The problems, the most urgent first."""
     if not found.brokers:
-        yield Attention(True, "cluster", "", "no broker is there: nobody can read or write")
+        yield Attention(True, "cluster", "", "no broker is alive: clients can neither read nor write")
     if found.without_owner:
         names = [f"{each.topic}/{each.partition}" for each in found.without_owner]
         yield Attention(True, "cluster", "", f"{counted(len(names), 'partition')} without an owner: {some(names)}")
     yield from _shortages(found)
     for node in found.nodes:
         if node.refuses is not None:
-            text = f"storage node {short(node.id)} at {node.address} takes no new entries: {node.refuses}"
+            text = f"storage node {short(node.id)} at {node.address} accepts no entries: {node.refuses}"
             yield Attention(True, "node", node.id, text)
     for each in found.abandoned:
         nodes = some([short(node) for node in each.nodes])
-        text = f"ledger {each.ledger} is to be recovered without {nodes}, as {each.who} decided"
+        text = f"ledger {each.ledger} will be recovered without {nodes}, as {each.who} decided"
         yield Attention(False, "ledger", each.ledger, text)
     for gone in found.deletions:
-        text = f"topic {gone.name} is being deleted, and has {counted(gone.ledgers, 'ledger')} left"
+        text = f"topic {gone.name} is being deleted: {counted(gone.ledgers, 'ledger')} left"
         yield Attention(False, "topic", gone.name, text)
 
 
@@ -52,7 +52,7 @@ def _shortages(found: ClusterStatus) -> Iterator[Attention]:
             True, "cluster", "", f"copies are also lacking in {counted(len(lacking) - LEDGERS_MAX, 'more ledger')}"
         )
     if unchecked := len(found.under_replicated) - len(lacking):
-        text = f"{counted(unchecked, 'ledger')} to be checked: a broker looks whether all copies are there"
+        text = f"{counted(unchecked, 'ledger')} to be checked: a broker verifies that all copies exist"
         yield Attention(False, "cluster", "", text)
 
 
@@ -71,7 +71,7 @@ def titled(ledger: LedgerStatus) -> str:
 
 
 def live_copies(ledger: LedgerStatus, alive: set[str]) -> int:
-    """How many nodes of its worst fragment are there."""
+    """The number of live nodes of the fragment that has the fewest."""
     return min((sum(node in alive for node in nodes) for _, nodes in ledger.fragments), default=0)
 
 

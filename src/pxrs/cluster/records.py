@@ -1,18 +1,18 @@
-"""What the cluster keeps in the registry: its keys, and the values under them, as JSON. Nothing here does I/O.
+"""The keys of the cluster in the registry, and their values as JSON. Nothing here does I/O.
 
-    cluster/id                                      the cluster's id, made by the first process
+    cluster/id                                      the cluster's id, written by the first process that starts
     cluster/topics/<name>                           TopicRecord: the topic's settings and its quorum
-    cluster/deleted/<topic id>                      DeletedTopic: its ledgers are not all removed yet
+    cluster/deleted/<topic id>                      DeletedTopic: some of its records are not removed yet
     cluster/brokers/<incarnation>                   BrokerRecord, ephemeral
     cluster/nodes/<node id>                         NodeRecord, persistent
     cluster/alive/<node id>                         AliveNode, ephemeral
     cluster/owners/<topic id>/<partition>           OwnerRecord, persistent: the guard of a partition (R4)
     cluster/ledgers/<topic id>/<partition>/<number> LedgerRecord, persistent (`ledgers`)
-    cluster/abandoned/<ledger id>                   Abandonment, persistent until the ledger's recovery has used it
-    cluster/decisions/<id>                          Decision, persistent until a broker has put it into the audit
+    cluster/abandoned/<ledger id>                   Abandonment, persistent until the ledger is recovered
+    cluster/decisions/<id>                          Decision, persistent until a broker has recorded it in the audit
 
-Clients cannot touch these keys (C6). A partition's owner key is expected, by its version, in every commit that creates
-a ledger of the partition, and the same commit raises `next`. So a broker that has lost its claim creates no ledger.
+Clients cannot write these keys (C6). Every commit that creates a ledger of a partition expects the version of the
+partition's owner key, and raises `next` in it. So a broker that has lost its claim cannot create a ledger.
 """
 
 from __future__ import annotations
@@ -127,14 +127,15 @@ def abandoned_key(ledger: LedgerName) -> str:
 
 
 def ledgers_prefix(topic_id: str, partition: int | None = None) -> str:
-    """The prefix of the records of a partition's ledgers, in the order of their numbers; of a topic's without one."""
+    """The prefix of the records of a partition's ledgers; without a partition, of all ledgers of the topic. A scan
+    returns the ledgers of a partition in the order of their numbers."""
     return f"{LEDGERS}{topic_id}/" if partition is None else f"{LEDGERS}{topic_id}/{partition}/"
 
 
 def checked_id(given: str) -> str:
     """The id of a node or of a broker's incarnation. Raises ValueError if it cannot be part of a key."""
     if not _ID.fullmatch(given):
-        raise ValueError(f"{given!r} is no id: use up to 80 letters, digits, '_' or '-'")
+        raise ValueError(f"{given!r} is not a valid id: use up to 80 letters, digits, '_' or '-'")
     return given
 
 
@@ -145,7 +146,7 @@ class TopicRecord:
     topic: Topic
     quorum: Quorum
     placement: str = "least loaded"
-    """Names the function that chooses the nodes of its ledgers (`placement`)."""
+    """The name of the function that chooses the nodes of its ledgers (module `placement`)."""
 
     def dump(self) -> bytes:
         settings = asdict(self.topic)
@@ -159,7 +160,7 @@ class TopicRecord:
     @classmethod
     def _of(cls, found: Mapping[str, Any]) -> TopicRecord:
         fields = Topic.__dataclass_fields__
-        # Settings that a later version wrote are kept as they are.
+        # Settings that this version does not know, because a later version wrote them, are preserved.
         unknown = {
             name: value for name, value in found.items() if name not in fields and name not in ("quorum", "placement")
         }
@@ -170,12 +171,13 @@ class TopicRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeletedTopic:
-    """A topic that was deleted. Its name is free at once; the key goes when no ledger record of it is left (P7)."""
+    """A topic that was deleted. Its name can be used again at once. A broker deletes this key when it has removed all
+    records of the topic's ledgers (P7)."""
 
     name: str
     partitions: int
     deleted_at: float = 0.0
-    """Wall-clock seconds, to be shown."""
+    """Wall-clock seconds, for `pxrs cluster status`."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()
@@ -188,7 +190,7 @@ class DeletedTopic:
 
 @dataclass(frozen=True, slots=True)
 class BrokerRecord:
-    """A broker that lives. The key names its incarnation, which is new with each start (G1)."""
+    """A broker that is alive. The key contains its incarnation: an id that each start, and each new lease, creates."""
 
     address: str
     name: str = ""
@@ -196,7 +198,7 @@ class BrokerRecord:
     started_at: float = 0.0
     version: str = ""
     is_leaving: bool = False
-    """The broker is stopping: it serves until it has released its partitions, and takes no others."""
+    """The broker is stopping: it serves each partition until it has released it, and claims no others."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()
@@ -209,14 +211,14 @@ class BrokerRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A storage node, whether it lives or not."""
+    """A storage node, whether it is alive or not."""
 
     address: str
     starts: int
-    """How often it was started. The same number is on its disk (C5)."""
+    """How often it was started. The node stores the same number on its disk (C5)."""
     format: int = 1
     journal_end: int = 0
-    """Its journal was synced up to this position at least. A disk whose journal is shorter is an older copy."""
+    """The journal was synced at least up to this position. A disk whose journal is shorter is an older copy (C5)."""
     state: str = IN_USE
 
     def dump(self) -> bytes:
@@ -230,7 +232,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class AliveNode:
-    """A storage node that lives, and its load."""
+    """A storage node that is alive, and its load."""
 
     address: str
     starts: int
@@ -238,7 +240,7 @@ class AliveNode:
     ledgers: int = 0
     free_bytes: int = 0
     refuses: str | None = None
-    """Why the node takes no new ledgers, such as a full disk; None if it does."""
+    """Why the node accepts no entries, for example because its disk is full; None if it accepts them."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()
@@ -267,7 +269,7 @@ class OwnerRecord:
         return replace(self, epoch=self.epoch + 1, broker=broker, address=address)
 
     def released(self) -> OwnerRecord:
-        """The epoch stays, so that the next claim's is higher."""
+        """The record without an owner. The epoch is kept, so that the next claim has a higher one."""
         return replace(self, broker=NOBODY, address="")
 
     def deleted(self) -> OwnerRecord:
@@ -287,9 +289,9 @@ class OwnerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Abandonment:
-    """An operator has decided that one ledger does without these nodes (C6). Entries that were acknowledged may be
-    lost. It is kept for each ledger by itself, so that it concerns no ledger that is written later, on nodes that have
-    come back after all."""
+    """The decision of an operator to recover one ledger without these nodes (C6). Acknowledged entries may be lost. The
+    decision is stored per ledger, so that it does not apply to ledgers that are written later, should one of these
+    nodes come back."""
 
     nodes: tuple[str, ...]
     who: str
@@ -309,12 +311,12 @@ class Abandonment:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What an operator has done to the registry. A broker puts it into the audit and then deletes the key."""
+    """A change of the registry that an operator made. A broker records it in the audit and then deletes the key."""
 
     action: str
-    """Names the event of the audit, without `audit.`."""
+    """The name of the audit event, without the prefix `audit.`."""
     fields: Mapping[str, Any]
-    """The fields of the event, `who` among them."""
+    """The fields of the audit event; `who` is one of them."""
 
     def dump(self) -> bytes:
         return encode({"action": self.action, "fields": dict(self.fields)}).encode()
@@ -326,9 +328,10 @@ class Decision:
 
 
 def state_ledgers(records: Sequence[LedgerRecord]) -> int:
-    """From which of a partition's closed ledgers (an index into `records`, in the order of their numbers) the state of
-    the producers must be rebuilt: the last one that has entry 0. A ledger that was closed empty has no snapshot.
-    Retention must keep this ledger and all behind it (C3). 0 if no ledger has a snapshot: nothing was ever stored."""
+    """The index, in the closed ledgers `records` of a partition (in the order of their numbers), of the ledger from
+    which the producers' state is rebuilt: the last one that has an entry 0, which is the snapshot of that state. A
+    ledger that was closed without entries has none. Retention must keep this ledger and all later ones (C3). Returns 0
+    if no ledger has a snapshot: nothing was ever stored."""
     for index in range(len(records) - 1, -1, -1):
         last = records[index].last
         if last is not None and last >= 0:
@@ -337,5 +340,5 @@ def state_ledgers(records: Sequence[LedgerRecord]) -> int:
 
 
 def _known(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a later version wrote."""
+    """The fields that this version knows; a later version may have written others."""
     return {name: value for name, value in found.items() if name in kind.__dataclass_fields__}  # type: ignore[attr-defined]

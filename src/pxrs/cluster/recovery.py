@@ -1,28 +1,30 @@
-"""Pure: where a ledger ends whose writer is gone, or may be gone (C1, C2).
+"""Pure: finds the last entry of a ledger that its writer has not closed, and closes the ledger (C1, C2).
 
-The owner of the partition passes messages in and performs the actions that come back. The steps:
+The owner of the partition calls a method for each event and performs the returned actions. The steps:
 
-1. Compare and set the record to "recovering", with the next recovery number. From here on the writer changes the record
-   no more, so what it has confirmed, or will ever confirm, it confirms by the nodes that the record names.
-2. Fence nodes until no write set can reach Qa acknowledgements any more: Qw - Qa + 1 of each, in every fragment that
-   may hold entries behind the highest `lac` of the answers. From here on nothing more is confirmed.
-3. From lac + 1 on, read each entry from its own write set. One node has it: bring it to Qa copies. Qw - Qa + 1 do not
-   have it: it was never confirmed, and the ledger ends before it. A node that does not answer counts as neither.
-4. Compare and set the record to "closed".
+1. Change the record to "recovering" by compare-and-set, with the next recovery number. The writer can no longer change
+   the record, so whatever it confirms is on the nodes that the record names.
+2. Fence nodes until no write set can reach Qa acknowledgements: Qw - Qa + 1 nodes of each write set, in every fragment
+   that may hold entries after the highest `lac` among the answers. From now on no further entry can be confirmed.
+3. From lac + 1 on, read each entry from its write set. If one node has the entry, copy it until it has Qa copies. If
+   Qw - Qa + 1 nodes do not have it, it was never confirmed, and the ledger ends before it. A node that does not answer
+   counts neither for nor against.
+4. Change the record to "closed" by compare-and-set.
 
-A recovered entry that was not confirmed may be kept or not; both are right, because no producer or reader was told.
+An entry that was not confirmed may become part of the ledger or not. Both are correct, because it was neither
+acknowledged to its producer nor shown to a reader.
 
-Replacements. If fewer than Qa nodes of a write set can take a recovered entry, another node takes it. That node is
-named in `joining` first (a node removes what no record names), and gets its place in `fragments` only by the commit
-that closes the ledger. Until then the record has the writer's own fragments: a second recoverer must ask the nodes that
-the writer has written to. (If the replacement were committed first: the second recoverer asks it about the next entry,
-counts its "no such entry", and an entry that was acknowledged by the node that it has replaced is gone.) For the same
-reason recovered entries are sent with the `lac` that recovery began with: the copies on a replacement are not confirmed
-for anybody but this recoverer.
+Replacements. If fewer than Qa nodes of a write set can store a recovered entry, a spare stores it. The recovery first
+names the spare in `joining`, because a node removes ledgers whose record does not name it, and puts it into `fragments`
+only by the commit that closes the ledger. Until then `fragments` has the nodes to which the writer has written, which a
+second recovery must ask. (If the spare were in `fragments` earlier, a second recovery would ask the spare about the
+next entry and count its answer "no such entry", although the replaced node has acknowledged that entry; it would be
+lost.) For the same reason the recovery sends recovered entries with the `lac` with which it began: the copies on a
+spare must not look confirmed to another recovery.
 
-Empty positions count as fenced and as "no such entry": see `ledgers`. So do nodes that an operator has abandoned (C6),
-but only once every other node of the write set has answered. Entries may be lost by it; the record names these nodes
-for ever.
+An empty position counts as fenced, and as the answer "no such entry": see `ledgers`. So does a node that an operator
+has abandoned (C6), but only after every other node of the write set has answered. This may lose entries; the record
+lists the abandoned nodes permanently.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ __all__ = [
 ]
 
 WINDOW: Final = 32
-"""How many entries are read at once."""
+"""How many entries are read at the same time."""
 
 
 @dataclass(slots=True)
@@ -71,17 +73,17 @@ class Searched:
     """One entry that is being recovered."""
 
     refusals: set[int] = field(default_factory=set)
-    """The positions that have no copy, by the writer's fragments."""
+    """The positions, in the writer's fragments, that do not have the entry."""
     head: EntryHead | None = None
-    """None: not found yet."""
+    """None until a node has returned the entry."""
     body: Any = None
     copies: set[int] = field(default_factory=set)
-    """The positions that have a copy, by the fragments that the closed record will have."""
+    """The positions, in the fragments of the future closed record, that have the entry."""
     sent: set[str] = field(default_factory=set)
-    """The nodes that were sent the entry and have not answered."""
+    """The nodes to which the entry was sent and which have not answered."""
 
 
-# Over the limit: a method for each of its twelve messages, and the steps that they share.
+# Over the limit: one method for each of the twelve events, and the steps that they share.
 class Recovery:
     """Recovers one ledger once. Not thread-safe."""
 
@@ -94,20 +96,20 @@ class Recovery:
         abandoned: Collection[str] = (),
         window: int = WINDOW,
     ) -> None:
-        """record, version: the ledger's record as it was read after the partition was claimed, open or recovering;
-        epoch: that of the claim; abandoned: nodes that an operator has decided to go on without."""
+        """record, version: the ledger's record, open or recovering, read after the partition was claimed. epoch: that
+        of the claim. abandoned: nodes without which an operator has decided to continue."""
         self.version = version
         self.record = record
-        """As committed; its fragments are the writer's."""
+        """The record as last committed. Its fragments are those of the writer."""
         self.planned = record
-        """With the nodes that take over; committed with the close."""
+        """The record with the replacements in its fragments; it is committed when the ledger is closed."""
         self.stopped: Stopped | Closed | None = None
         self.window = window
         self.refusals = record.quorum.refusals
-        """How many of an entry's write set must have no copy, or be fenced: see `Quorum.refusals`."""
+        """How many nodes of a write set must be fenced, or must not have the entry: see `Quorum.refusals`."""
         self.lac = record.confirmed
         self.cursor = -1
-        """The first entry that does not have Qa copies; -1 until enough nodes are fenced."""
+        """The first entry that is not known to have Qa copies; -1 until enough nodes are fenced."""
         self._epoch = epoch
         self._abandoned = {*record.abandoned, *abandoned}
         self._fenced: set[str] = set()
@@ -115,18 +117,19 @@ class Recovery:
         self._spares: list[str] = []
         self._searched: dict[int, Searched] = {}
         self._anchor = -1
-        """The confirmed entry that the ledger ends with if nothing is recovered; -1: none."""
+        """The last entry known to be confirmed when enough nodes were fenced; -1 if there is none. It is the last entry
+        of the ledger if no later one is recovered."""
         self._anchor_refusals: set[int] = set()
         self._end: EntryHead | None = None
-        """The head of the last entry that belongs to the ledger, once it is known."""
+        """The head of the last entry found so far that belongs to the ledger; None until one is read."""
         self._proposed: LedgerRecord | None = None
         self._joins: tuple[int, str] | None = None
-        """The position and the node that a change under way names in `joining`."""
+        """The position and the node that the compare-and-set under way names in `joining`."""
         self._is_begun = False
-        """The record is committed as "recovering" by this recovery."""
+        """Whether this recovery has committed the record as "recovering"."""
         self._is_measuring = False
 
-    # Messages.
+    # Events.
 
     def start(self) -> list[Action]:
         return self._change(self.record.in_recovery(self._epoch, sorted(self._abandoned)))
@@ -147,7 +150,7 @@ class Recovery:
         return self._look()
 
     def conflicted(self, found: LedgerRecord | None, version: int) -> list[Action]:
-        """As for `LedgerWriter`: what is found is this recovery's own change, or somebody else's."""
+        """As `LedgerWriter.conflicted`: `found` is the change of this recovery, or that of another process."""
         if self._proposed is None or self.stopped:
             return []
         if found == self._proposed:
@@ -155,13 +158,13 @@ class Recovery:
         return self._stop(Stopped(CHANGED, found, version))
 
     def unknown(self) -> list[Action]:
-        """The same compare-and-set, again."""
+        """The outcome of the compare-and-set is unknown: repeat it."""
         if self._proposed is None or self.stopped:
             return []
         return [Change(self._proposed, self.version)]
 
     def fenced(self, node: str, lac: int) -> list[Action]:
-        """The node is fenced, and has synced it; lac: the highest entry that it knows to be confirmed."""
+        """The node has synced the fence. lac: the highest entry that the node knows to be confirmed."""
         if self.stopped:
             return []
         self._fenced.add(node)
@@ -186,7 +189,8 @@ class Recovery:
         return self._look()
 
     def missing(self, node: str, entry: int) -> list[Action]:
-        """The node does not have the entry, and never will from anybody else: the read has fenced it."""
+        """The node does not have the entry, and will accept it from this recovery only: the read has fenced the
+        ledger."""
         if self.stopped or self.cursor < 0:
             return []
         self._failed.discard(node)
@@ -198,7 +202,7 @@ class Recovery:
         return self._look()
 
     def acked(self, node: str, entry: int) -> list[Action]:
-        """The node has the recovered entry on its disk."""
+        """The node has synced the recovered entry."""
         searched = self._searched.get(entry)
         if self.stopped or searched is None:
             return []
@@ -210,11 +214,11 @@ class Recovery:
         return self._look()
 
     def refused(self) -> list[Action]:
-        """A node is fenced by a higher recovery number."""
+        """A node is fenced with a higher recovery number."""
         return self._stop(Stopped(FENCED))
 
     def failed(self, node: str) -> list[Action]:
-        """The node does not answer. It is asked again after `retry`."""
+        """The node did not answer. `retry` asks it again."""
         if self.stopped:
             return []
         self._failed.add(node)
@@ -223,12 +227,13 @@ class Recovery:
         return self._look()
 
     def offer(self, spares: Iterable[str]) -> list[Action]:
-        """The nodes that may be used from now on, the best first."""
+        """Set the spares, the best first."""
         self._spares = list(spares)
         return [] if self.stopped else self._look()
 
     def retry(self) -> list[Action]:
-        """Ask again whatever was not answered; every request may be made twice. To be called now and then."""
+        """Repeat every request that was not answered; all of them are idempotent. The caller calls this from time to
+        time."""
         if self.stopped or self._proposed is not None:
             return []
         self._failed.clear()
@@ -248,7 +253,7 @@ class Recovery:
     # Fencing.
 
     def _fence_more(self) -> list[Action]:
-        """Requests for every node that is not fenced, of the fragments that may hold unconfirmed entries."""
+        """Fence every node that is not fenced yet, in the fragments that may hold entries after `lac`."""
         nodes = dict.fromkeys(
             node
             for fragment, _ in unsettled(self.record, self.lac)
@@ -258,7 +263,7 @@ class Recovery:
         return [FenceNode(node, self.record.recovery) for node in nodes]
 
     def _is_fenced(self) -> bool:
-        """Whether nothing behind `lac` can be confirmed any more."""
+        """Whether no entry after `lac` can be confirmed any more."""
         quorum = self.record.quorum
         for fragment, entries in unsettled(self.record, self.lac):
             closed = {position for position, node in enumerate(fragment.nodes) if self._is_out(node)}
@@ -269,13 +274,13 @@ class Recovery:
         return True
 
     def _is_out(self, node: str | None) -> bool:
-        """Whether the position counts as fenced and as having no copy, without an answer."""
+        """Whether the position counts as fenced and as having no entry, without asking: it is empty or abandoned."""
         return node is None or node in self._abandoned
 
     # Reading.
 
     def _look(self) -> list[Action]:
-        """Whatever follows from what is known."""
+        """The next actions, given what is known now."""
         if self._proposed is not None or self.stopped or self._is_measuring:
             return []
         actions: list[Action] = []
@@ -295,8 +300,8 @@ class Recovery:
         return [*actions, *self._read(wanted), *self._copy()]
 
     def _read(self, entries: Iterable[int]) -> list[Action]:
-        """Read these entries from all their nodes that have not answered. One round trip serves the whole window; the
-        first copy that comes is used."""
+        """Read these entries from all their nodes that have not answered. So one round trip reads the whole window; the
+        first copy that arrives is used."""
         actions: list[Action] = []
         for entry in entries:
             searched = self._searched[entry]
@@ -316,7 +321,7 @@ class Recovery:
         ]
 
     def _settle(self) -> None:
-        """Pass the entries that have Qa copies."""
+        """Move the cursor past the entries that have Qa copies."""
         while (searched := self._searched.get(self.cursor)) is not None:
             if searched.head is None or len(searched.copies) < self.record.quorum.ack_quorum:
                 return
@@ -325,8 +330,8 @@ class Recovery:
             self.cursor += 1
 
     def _is_refuted(self, entry: int, searched: Searched) -> bool:
-        """Whether the entry was certainly not confirmed. An abandoned node may have had it: so as not to lose more than
-        must be, all the others are heard first."""
+        """Whether it is certain that the entry was not confirmed. If a node of its write set is abandoned, all the
+        others must have answered first, because any of them may have the entry."""
         if len(searched.refusals) < self.refusals:
             return False
         nodes = self.record.nodes_of(entry)
@@ -335,7 +340,7 @@ class Recovery:
     # Copies.
 
     def _copy(self) -> list[Action]:
-        """Send the entries that were found to the nodes that are to keep them."""
+        """Send the entries that were found to those nodes of the future closed record that lack them."""
         actions: list[Action] = []
         for entry, searched in self._searched.items():
             if searched.head is None:
@@ -353,7 +358,7 @@ class Recovery:
         return [*actions, *self._replace()]
 
     def _replace(self) -> list[Action]:
-        """If too few nodes can take the entry at the cursor: name another node in `joining`."""
+        """If fewer than Qa nodes can store the entry at the cursor, name a spare in `joining`."""
         searched = self._searched.get(self.cursor)
         if searched is None or searched.head is None:
             return []
@@ -365,13 +370,13 @@ class Recovery:
                 unable.append(position)
         if able >= self.record.quorum.ack_quorum or not unable:
             return []
-        # Of this fragment alone: a node of a later one may be all that is left.
+        # Only nodes of this fragment are excluded: the nodes of a later fragment may be the only spares.
         taken = {*self.record.fragment_of(self.cursor).nodes, *self.planned.fragment_of(self.cursor).nodes}
         node = next((each for each in self._spares if each not in taken and each not in self._abandoned), None)
         if node is None:
             if not self._is_refuted(self.cursor, searched):
                 return [NeedSpares()]
-            # It was never confirmed. Rather than wait for a node that could take a copy, leave the entry out.
+            # The entry was never confirmed: leave it out instead of waiting for a spare.
             searched.head = None
             return self._finish()
         self._spares.remove(node)
@@ -380,8 +385,8 @@ class Recovery:
         return self._change(self.record.with_joining([*self.record.joining, joining]))
 
     def _join(self, position: int, node: str) -> None:
-        """`joining` names the node: it takes the position from the cursor to the end of the fragment. What the node
-        before it has counts no more there."""
+        """The record names the node in `joining`: plan it at the position from the cursor to the end of the fragment.
+        The copies of the node that it replaces no longer count there."""
         self.planned = self.planned.with_node(self.cursor, position, node, is_one=True)
         for entry, searched in self._searched.items():
             if self.planned.fragment_of(entry).nodes[position] == node:
@@ -398,7 +403,7 @@ class Recovery:
                 return []  # an answer is still missing
             if not any(node in self._abandoned for _, node in nodes):
                 return self._stop(Stopped(DAMAGED, self.record, self.version))
-            # It was on abandoned nodes alone: the operator has accepted that.
+            # Only abandoned nodes had this entry, and the operator has accepted its loss: end the ledger before it.
             self._anchor, self.cursor, self._anchor_refusals = self._anchor - 1, self._anchor, set()
             self._searched = {self.cursor: Searched({*range(self.record.quorum.ensemble)})}
             return [*self._read_anchor(), *(self._finish() if self._anchor < 0 else [])]
@@ -412,7 +417,7 @@ class Recovery:
         closed = self.planned.closed(self.cursor - 1, end, size=size, stored_at=stored_at, is_complete=False)
         return self._change(closed)
 
-    # Within.
+    # Internal.
 
     def _change(self, record: LedgerRecord) -> list[Action]:
         self._proposed = record
@@ -426,7 +431,8 @@ class Recovery:
 
 
 def unsettled(record: LedgerRecord, lac: int) -> Iterator[tuple[Fragment, range]]:
-    """The fragments with entries behind `lac`, and entries of each that together have all its write sets."""
+    """The fragments that may hold entries after `lac`, each with a range of such entries that covers all its write
+    sets."""
     for fragment in record.fragments:
         first, last = max(fragment.first, lac + 1), record.last_of(fragment)
         count = record.quorum.ensemble if last is None else min(record.quorum.ensemble, last + 1 - first)

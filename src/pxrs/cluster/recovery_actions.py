@@ -1,4 +1,4 @@
-"""What a recovery asks for, and how it ends (`recovery`)."""
+"""The actions that `recovery.Recovery` returns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ DAMAGED: Final = "damaged"
 
 
 class FenceNode(NamedTuple):
-    """Fence the ledger on the node: then call `fenced`, `refused` or `failed`."""
+    """Fence the ledger on the node, then call `fenced`, `refused` or `failed`."""
 
     node: str
     recovery: int
 
 
 class ReadEntry(NamedTuple):
-    """Read the entry from the node, with the recovery number: then call `found`, `missing`, `refused` or `failed`."""
+    """Read the entry from the node, with the recovery number; then call `found`, `missing`, `refused` or `failed`."""
 
     node: str
     entry: int
@@ -28,7 +28,7 @@ class ReadEntry(NamedTuple):
 
 
 class AddEntry(NamedTuple):
-    """Add the entry on the node: then call `acked`, `refused` or `failed`."""
+    """Add the entry on the node, then call `acked`, `refused` or `failed`."""
 
     node: str
     entry: int
@@ -39,13 +39,13 @@ class AddEntry(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """Find out how long the ledger's entries from 1 up to this one are together, in bytes, for `measured`."""
+    """Determine the total length in bytes of the entries 1 to `last`, then call `measured`."""
 
     last: int
 
 
 class NeedSpares(NamedTuple):
-    """Too few nodes can take an entry: call `offer` with others."""
+    """Too few nodes can store an entry: call `offer` with other nodes when there are any."""
 
 
 class Closed(NamedTuple):
@@ -56,11 +56,12 @@ class Closed(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """Recovery has ended without closing the ledger."""
+    """The recovery has ended without closing the ledger."""
 
     why: str
-    """FENCED or CHANGED: another recovery was begun, or the record has changed; read it again, and begin anew if the
-    partition is still owned. DAMAGED: a confirmed entry is on none of its nodes."""
+    """FENCED: a later recovery has fenced a node. CHANGED: another process has changed the record. In both cases read
+    the record again, and begin a new recovery if this broker still owns the partition. DAMAGED: none of its nodes has
+    an entry that was confirmed."""
     record: LedgerRecord | None = None
     version: int = 0
 

@@ -1,28 +1,29 @@
-"""Pure: the writer of one ledger. Which entry goes to which nodes, and when is it confirmed.
+"""Pure: the writer of one ledger. It decides to which nodes an entry is sent, and when the entry is confirmed.
 
-The shell passes messages in (an entry to append, an acknowledgement, a failed node, the outcome of a compare-and-set)
-and performs the actions that come back, in their order. Nothing here does I/O or reads a clock.
+The caller (`broker.writing`) calls a method for each event (an entry to append, an acknowledgement, a failed node, the
+outcome of a compare-and-set) and performs the returned actions in their order. Nothing here does I/O or reads a clock.
 
 An entry is confirmed when it and all earlier entries have Qa acknowledgements from nodes that the *committed* record
 names for them (C1, C4). Only confirmed entries are acknowledged to producers and shown to readers.
 
-A node that fails is replaced by a compare-and-set of the ledger's record, one position at a time:
+The writer replaces a failed node by a compare-and-set of the ledger's record, one position at a time:
 
-- The replacement gets every entry from the first one on that the failed node has not acknowledged. What the failed node
-  has acknowledged before stays in its keeping; `copies` replaces it there when the ledger is closed.
-- But an entry that is confirmed must keep Qa copies on nodes that the record names. If acknowledgements came out of
-  order, the replacement begins behind the last confirmed entry that needs the failed node's copy. The entries in
-  between lack a copy (`is_complete` of the closed record is then False).
-- Until the change is committed, nothing is sent to the replacement and nothing is confirmed that was not before: a
-  recoverer that asks the nodes of the old record must find every confirmed entry.
-- Acknowledgements are matched with the node's tenure (`Send.tenure`). A node that was replaced and comes back begins a
-  new tenure; a late acknowledgement of an earlier one says nothing about what the node has now.
+- The replacement gets every entry from the first one that the failed node has not acknowledged. For earlier entries the
+  record still names the failed node; `copies` replaces it there when the ledger is closed.
+- A confirmed entry must keep Qa copies on nodes that the record names. If acknowledgements arrived out of order, the
+  replacement therefore begins after the last confirmed entry that needs the copy of the failed node. The entries
+  between the two lack a copy (`is_complete` of the closed record is then False).
+- Until the change is committed, the writer sends nothing to the replacement and confirms no further entries: a recovery
+  that asks the nodes of the old record must find every confirmed entry.
+- Each assignment of a node to a position has a number, the tenure (`Send.tenure`). A node that was replaced and is used
+  again gets a new tenure. An acknowledgement with an old tenure is ignored: it does not prove that the node still has
+  the entry.
 
-Without a spare the position becomes empty by the same compare-and-set. A spare that is offered later gets the entries
-that the writer still holds, and all later ones.
+Without a spare, the same compare-and-set leaves the position empty. A spare that is offered later gets the entries that
+the writer still holds in memory, and all later ones.
 
-"Fenced" stops the writer. It is never taken for a failure of the node (C1). After `Stop` the outcome of every entry
-that is not confirmed is unknown: the partition's owner recovers the ledger, which decides it (C4).
+The answer "fenced" stops the writer; it is never treated as the failure of a node (C1). After `Stop` the outcome of
+every entry that is not confirmed is unknown until the owner of the partition has recovered the ledger (C4).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ CLOSED: Final = "closed"
 
 
 class Send(NamedTuple):
-    """Send the entry to the node, and pass `node`, `tenure` and `entry` to `acked` once the node has answered."""
+    """Send the entry to the node, and call `acked` with `node`, `tenure` and `entry` when the node has acknowledged
+    it."""
 
     node: str
     tenure: int
@@ -48,7 +50,7 @@ class Send(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Compare and set the ledger's record: then call `committed`, `conflicted` or `unknown`."""
+    """Write the ledger's record by compare-and-set, then call `committed`, `conflicted` or `unknown`."""
 
     record: LedgerRecord
     expect: int
@@ -62,19 +64,19 @@ class Confirmed(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Every node has all entries up to this one: the writer does not need their bytes any more."""
+    """Every node has its entries up to this one: the caller can free their bytes."""
 
     upto: int
 
 
 class Stop(NamedTuple):
-    """The writer has ended. Nothing more comes back from it."""
+    """The writer has stopped and returns no further actions."""
 
     why: str
-    """FENCED: another broker recovers the ledger. CHANGED: somebody else has changed the record. CLOSED: this writer
-    has closed the ledger, and `record` is the closed one."""
+    """FENCED: a recovery has fenced the ledger. CHANGED: another process has changed the record. CLOSED: this writer
+    has closed the ledger, and `record` is the closed record. Or a text that the caller of `stop` gave."""
     record: LedgerRecord | None = None
-    """What was found in the registry, if it was read; None: unknown, or the record is gone."""
+    """The record in the registry, if it was read; None if it was not read or no longer exists."""
 
 
 Action = Send | Change | Confirmed | Forget | Stop
@@ -89,16 +91,17 @@ class Slot:
     """The first entry that the node keeps."""
     tenure: int
     is_failed: bool = False
-    """The node has failed and is to be replaced. Its acknowledgements do not count from here on."""
+    """The node has failed and will be replaced. Its acknowledgements are ignored from now on."""
 
 
 class LedgerWriter:
     """Appends to one open ledger. Not thread-safe."""
 
     def __init__(self, record: LedgerRecord, version: int) -> None:
-        """record: as this broker has just created it, open and without entries; version: that of its key."""
+        """record: the record that this broker has just created, open and without entries. version: the version of its
+        key."""
         if record.state != OPEN or len(record.fragments) != 1:
-            raise ValueError(f"{record.id} is {record.state} with {len(record.fragments)} fragments; it must be new")
+            raise ValueError(f"{record.id} is {record.state} with {len(record.fragments)} fragments, not new")
         self.record, self.version = record, version
         self.quorum = record.quorum
         self.confirmed = -1
@@ -110,24 +113,24 @@ class LedgerWriter:
         self._by_node = {slot.node: position for position, slot in enumerate(self._slots) if slot.node is not None}
         self._tenures = len(self._slots) - 1
         self._acks: dict[int, int] = {}
-        """By entry that is not forgotten: the positions that have acknowledged it, as bits."""
+        """By entry, until `Forget`: the positions whose node has acknowledged it, as a bit mask."""
         self._awaited: dict[int, int] = {}
-        """The positions whose node has the entry or is to get it, as bits."""
+        """By entry, until `Forget`: the positions whose node has the entry or will get it, as a bit mask."""
         self._spares: list[str] = []
         self._barred: set[str] = set()
         self._proposed: tuple[LedgerRecord, int | None, int] | None = None
-        """The change that is under way: the record, the position that gets another node (None: the ledger is closed),
-        and the first entry of that node."""
+        """The compare-and-set that is under way: the new record, the position that gets another node (None if the
+        change closes the ledger), and the first entry of that node."""
         self._is_closing = False
         self._has_gaps = False
         self._last = EntryHead(record.base, 0, 0, 0, 0, 0)
         self._size = 0
 
-    # What the shell may ask.
+    # Properties for the caller.
 
     @property
     def end(self) -> int:
-        """The offset behind the last entry, confirmed or not."""
+        """The offset after the last row of the last entry, whether that entry is confirmed or not."""
         return self._last.next_offset
 
     @property
@@ -137,8 +140,8 @@ class LedgerWriter:
 
     @property
     def should_roll(self) -> bool:
-        """Whether some entries have lost a copy that only a closed ledger gets back: close this ledger, and write the
-        next one. (While a ledger is open nobody but its writer changes the record.)"""
+        """Whether entries lack a copy. Copies are created again only in closed ledgers, because only the writer changes
+        the record of an open one. So the caller should close this ledger and begin the next one."""
         return len(self.record.fragments) > 1 or self._has_gaps
 
     @property
@@ -151,7 +154,7 @@ class LedgerWriter:
         return self._is_closing
 
     def awaiting(self) -> list[tuple[str, int, int]]:
-        """The nodes that have entries to acknowledge: node, tenure, the first such entry. For timeouts."""
+        """The nodes with unacknowledged entries: node, tenure, and the first such entry. For timeouts."""
         found = []
         for node, position in self._by_node.items():
             first = self._first_without(position)
@@ -159,12 +162,12 @@ class LedgerWriter:
                 found.append((node, self._slots[position].tenure, first))
         return found
 
-    # Messages.
+    # Events.
 
     def append(self, head: EntryHead) -> list[Action]:
-        """Append the next entry, number `next`. The shell keeps its bytes until `Forget`."""
+        """Append the entry with the number `next`. The caller keeps its bytes until `Forget`."""
         if self.stopped or self._is_closing:
-            raise ValueError(f"{self.record.id}: the writer is closed")
+            raise ValueError(f"{self.record.id}: the writer has stopped, or the ledger is being closed")
         entry, self.next = self.next, self.next + 1
         self._last = head
         self._size += head.size if entry else 0
@@ -180,7 +183,7 @@ class LedgerWriter:
         return actions
 
     def acked(self, node: str, tenure: int, entry: int) -> list[Action]:
-        """The node has the entry on its disk."""
+        """The node has synced the entry."""
         position = self._by_node.get(node)
         if position is None or self.stopped:
             return []
@@ -193,8 +196,8 @@ class LedgerWriter:
         return self._advance()
 
     def failed(self, node: str, tenure: int, *, is_lasting: bool = False) -> list[Action]:
-        """The node did not answer in time, or refused for a reason of its own. is_lasting: it must not be taken back
-        for this ledger, because it has removed it (LedgerRemoved)."""
+        """The node did not answer in time, or refused an add, for example because its disk is full. is_lasting: it must
+        not be used for this ledger again, because it has removed the ledger (LedgerRemoved)."""
         position = self._by_node.get(node)
         if is_lasting:
             self._barred.add(node)
@@ -208,21 +211,21 @@ class LedgerWriter:
         return self._stop(Stop(FENCED))
 
     def offer(self, spares: Iterable[str]) -> list[Action]:
-        """The nodes that may be used from now on, the best first. They replace those that were offered before."""
+        """Set the spares, the best first. They replace the spares of an earlier call."""
         self._spares = list(spares)
         return [] if self.stopped else self._propose()
 
     def close(self) -> list[Action]:
-        """Take no more entries; close the ledger as soon as every entry is confirmed. `Stop(CLOSED)` follows."""
+        """Accept no more entries, and close the ledger when every entry is confirmed. `Stop(CLOSED)` follows."""
         self._is_closing = True
         return [] if self.stopped else self._propose()
 
     def stop(self, why: str) -> list[Action]:
-        """End the writer, for instance because the broker has lost its claim or too few nodes answer."""
+        """Stop the writer, for example because the broker has lost its claim or too few nodes answer."""
         return self._stop(Stop(why))
 
     def committed(self, version: int) -> list[Action]:
-        """The change that was under way is committed, and this is the key's version."""
+        """The compare-and-set succeeded; `version` is the new version of the key."""
         if self._proposed is None or self.stopped:
             return []
         (self.record, position, first), self._proposed = self._proposed, None
@@ -232,8 +235,9 @@ class LedgerWriter:
         return [*self._install(position, first), *self._advance(), *self._propose()]
 
     def conflicted(self, found: LedgerRecord | None, version: int) -> list[Action]:
-        """The key has another version than expected. `found` is what is there (None: nothing). It is this writer's own
-        change if an earlier try has landed after all; everything else is somebody else's, and ends the writer."""
+        """The compare-and-set failed because the key has another version. found: the record under the key; None if
+        there is none. If it equals the proposed record, an earlier attempt with an unknown outcome has succeeded. Any
+        other record was written by another process and stops the writer."""
         if self._proposed is None or self.stopped:
             return []
         if found == self._proposed[0]:
@@ -241,13 +245,13 @@ class LedgerWriter:
         return self._stop(Stop(CHANGED, found))
 
     def unknown(self) -> list[Action]:
-        """It is not known whether the change was committed. The same compare-and-set, again: it is committed, or a
-        conflict shows what has happened."""
+        """The outcome of the compare-and-set is unknown: repeat it. It succeeds, or the conflict shows what is
+        stored."""
         if self._proposed is None or self.stopped:
             return []
         return [Change(self._proposed[0], self.version)]
 
-    # Within.
+    # Internal.
 
     def _stop(self, stop: Stop) -> list[Action]:
         if self.stopped:
@@ -256,7 +260,7 @@ class LedgerWriter:
         return [stop]
 
     def _advance(self) -> list[Action]:
-        """Confirm and forget what can be."""
+        """Confirm the entries that have Qa acknowledgements, and forget those that all their nodes have."""
         confirmed, forgotten = self.confirmed, self.forgotten
         needed, acks = self.quorum.ack_quorum, self._acks
         while confirmed + 1 < self.next and acks[confirmed + 1].bit_count() >= needed:
@@ -276,7 +280,7 @@ class LedgerWriter:
         return actions
 
     def _propose(self) -> list[Action]:
-        """The next change of the record, if one is due and none is under way."""
+        """Propose the next change of the record, if one is needed and none is under way."""
         if self._proposed is not None or self.stopped:
             return []
         if self._is_closing and self.confirmed + 1 == self.next:
@@ -301,7 +305,7 @@ class LedgerWriter:
         )
 
     def _boundary(self, position: int) -> int:
-        """From which entry on another node takes this position: see the module's page."""
+        """The first entry that a replacement at this position gets: see the module's docstring."""
         bit = 1 << position
         first = self._first_without(position)
         for entry in range(self.confirmed, first - 1, -1):
@@ -310,7 +314,7 @@ class LedgerWriter:
         return first
 
     def _replace(self, position: int, first: int, *, may_be_empty: bool) -> list[Action]:
-        # Those that keep any entry from `first` on: a node must not keep two copies of one entry.
+        # The nodes that store any entry from `first` on: a node must not store two copies of one entry.
         taken = {
             node
             for fragment in self.record.fragments
@@ -327,14 +331,14 @@ class LedgerWriter:
         return [Change(record, self.version)]
 
     def _install(self, position: int, first: int) -> list[Action]:
-        """The committed record names another node, or none, for the entries from `first` on."""
+        """The record that names another node, or none, for the entries from `first` on was committed."""
         node = self.record.fragments[-1].nodes[position]
         old, bit = self._slots[position], 1 << position
         if old.node is not None:
             del self._by_node[old.node]
             for entry in range(max(old.first, self.forgotten + 1), first):
                 if self._awaited[entry] & bit and not self._acks[entry] & bit:
-                    self._has_gaps = True  # the old node keeps its place for this entry, and will never get it
+                    self._has_gaps = True  # the record names the old node for this entry, which it will never get
                     self._awaited[entry] &= ~bit
         self._tenures += 1
         slot = self._slots[position] = Slot(node, first, self._tenures)

@@ -1,19 +1,19 @@
-"""Pure: what the registry holds of rows that Spark's tasks have staged for topics of the cluster (K1, K5).
+"""Pure: the records in the registry of rows that tasks of Spark have staged for topics of the cluster (K1, K5).
 
     cluster/staged/<topic id>/<query>/<batch>/<file>    StagedFile: the ledger that has the rows
-    cluster/staging/feeds/<query>/<batch>-<digest>      StoredFeed: what a batch reads of a topic, and its fences
-    cluster/staging/topics/<topic id>                   KeptTopic: something was staged for this topic
+    cluster/staging/feeds/<query>/<batch>-<digest>      StoredFeed: what a batch reads of a topic, with its fences
+    cluster/staging/topics/<topic id>                   KeptTopic: files were staged for this topic
 
-<query> is routed-<query> if the rows name their topics. Clients cannot touch these keys (C6); a broker writes them.
+<query> is routed-<query> if the rows name their topics. Clients cannot write these keys (C6); brokers do.
 
-A staged file is a ledger of its own, with the topic's quorum. Entry 0 says whose file it is, and every other entry is
-one piece: a head (`piece_head`) and the encoded batch. The file is finished when its ledger is closed; nobody recovers
-one that was never closed. The records of the file and of its ledger are made in one commit and removed in one commit,
-so the storage nodes collect the ledger when the file is removed (C5).
+A staged file is a ledger of its own, with the topic's quorum. Entry 0 names the file, and every other entry is one
+piece: a head (`piece_head`) and the encoded batch. The file is finished when its ledger is closed. A ledger that was
+never closed is not recovered. A broker creates the records of the file and of its ledger in one commit and deletes them
+in one commit, so the storage nodes remove the ledger as garbage when the file is removed (C5).
 
-A file may wait for days to be published. No broker owns it, so `keeper` says which one gives a finished file the copies
-back that its ledger has lost. Two brokers that disagree about who is there are kept apart by the ledger's record: every
-commit of a repair expects it, and a file that was removed has none.
+A file may wait for days to be published. No broker owns it, so `keeper` chooses the broker that replaces lost copies of
+a finished file. Brokers that know different brokers to be alive may choose differently. Two repairs at once do no harm,
+because every commit of a repair expects the ledger's record, and a file that was removed has none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FORMAT: Final = 1
 
 
 class StagedName(NamedTuple):
-    """What names a staged file."""
+    """The name of a staged file."""
 
     topic: str
     """The topic's id."""
@@ -61,7 +61,7 @@ class StagedName(NamedTuple):
         return cls(topic, query, int(batch), file)
 
     def ledger(self) -> LedgerName:
-        """The ledger of a new file. Names of files are never used again, so neither are the ids of their ledgers."""
+        """The ledger of a new file. Names of files are never reused, so the ids of their ledgers are not either."""
         return LedgerName(f"staged-{self.topic}-{self.file}", 0, 0)
 
 
@@ -89,11 +89,11 @@ class StagedFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredFeed:
-    """A feed that the tasks of a batch have announced in one run."""
+    """A feed that the tasks of a batch have announced in one run of the query."""
 
     run: str
     feed: str
-    """As `Feed.dump` makes it."""
+    """The result of `Feed.dump`."""
     at: float
     """When it was announced, in seconds since 1970."""
 
@@ -108,7 +108,7 @@ class StoredFeed:
 
 @dataclass(frozen=True, slots=True)
 class KeptTopic:
-    """Something was staged for the topic, whether any of it is left or not."""
+    """Files were staged for the topic; all of them may have been removed since."""
 
     at: float
     """When a file was last begun for it, in seconds since 1970."""
@@ -135,8 +135,8 @@ def batch_prefix(topic: str, query: str, batch: int) -> str:
 
 
 def feed_key(query: str, batch: int, run: str, feed: Feed) -> str:
-    """The run's id may be any text of the user's own, longer than a key can be with the other names: so it is in the
-    key only by a digest."""
+    """The key contains a digest of the run's id, not the id itself: a user chooses the id, and it may be too long for a
+    key."""
     digest = hashlib.sha256("\0".join((run, feed.incarnation, feed.topic)).encode()).hexdigest()[:32]
     return f"{FEEDS}{query}/{batch}-{digest}"
 
@@ -156,13 +156,13 @@ def kept_key(topic: str) -> str:
 
 
 def about(name: StagedName) -> bytes:
-    """Entry 0 of a file's ledger, for a person who looks at the ledger."""
+    """The body of entry 0 of a file's ledger. It is for people who inspect the ledger; pxrs does not read it."""
     found: Mapping[str, Any] = {"staged": name._asdict()}
     return encode(found).encode()
 
 
 def piece_head(piece: Piece) -> bytes:
-    """What precedes the encoded batch of a piece in its entry."""
+    """The head that precedes the encoded batch of a piece in its entry."""
     payload = piece.payload
     return _HEAD.pack(
         _MAGIC,
@@ -178,13 +178,14 @@ def piece_head(piece: Piece) -> bytes:
 
 
 def read_piece(body: pa.Buffer, where: str) -> Piece:
-    """The piece in an entry, whose checksum the link has compared. Raises BatchRefused."""
+    """The piece in the body of an entry, whose checksum the link has verified. where: names the entry in errors. Raises
+    BatchRefused."""
     if body.size < _HEAD.size:
-        raise BatchRefused(f"{where} is no piece of a staged file: it has {body.size} bytes")
+        raise BatchRefused(f"{where} is not a piece of a staged file: it is too short, {body.size} bytes")
     magic, version, codec, partition, rows, size, checksum, first, last = _HEAD.unpack(body.slice(0, _HEAD.size))
     if magic != _MAGIC or version != _FORMAT or size != body.size - _HEAD.size:
         raise BatchRefused(
-            f"{where} is no piece of a staged file of format {_FORMAT}: begin {magic!r}, format {version}, "
+            f"{where} is not a piece of a staged file of format {_FORMAT}: it begins with {magic!r}, format {version}, "
             f"{size} bytes of {body.size - _HEAD.size}"
         )
     return Piece(partition, Payload(body.slice(_HEAD.size), checksum, rows, first, last, codec))

@@ -1,10 +1,11 @@
-"""The whole cluster as the registry has it: brokers, storage nodes, topics, partitions, ledgers, and what lacks copies.
+"""The state of the cluster as recorded in the registry: brokers, storage nodes, topics, partitions, ledgers, shortages.
 
-`read_status` needs no broker. `assemble` is pure. What is read may be old by the time it is shown, and its parts are of
-moments shortly after each other.
+`read_status` needs no broker. `assemble` is pure. The records are read by several scans one after the other, so they
+may be of slightly different moments, and may have changed when they are shown.
 
-A place (a position of a fragment of a ledger) lacks copies as soon as its node is away. Brokers wait for
-`copies_grace_s` before they make the copies anew, so a node that was only restarted is shown for a moment, too.
+A place (a position of a fragment of a ledger) is reported as lacking copies as soon as its node is away. Brokers wait
+for `copies_grace_s` before they create the copies again, so a node that is being restarted is reported for a short
+time.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from pxrs.model import is_internal
 from pxrs.registry.contract import Registry
 
 NO_NODE: Final = "no node"
-"""The position has no node: no spare could be had."""
+"""The position has no node, because there was no spare."""
 AWAY: Final = "node is away"
 RETIRING: Final = "node is retired"
-"""The node is to be stopped: its copies are made anew on others."""
+"""The node was retired: its copies are being created again on other nodes."""
 UNCHECKED: Final = "not checked"
-"""The ledger was closed by a recovery, or a node failed before: nobody has looked yet whether all copies are there."""
+"""A recovery closed the ledger, or a node failed while it was open, and no repair has checked its copies yet."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """A broker that lives."""
+    """A broker that is alive."""
 
     incarnation: str
     name: str
     address: str
     version: str
     started_at: float
-    """Wall-clock seconds; 0 if it is not known."""
+    """Wall-clock seconds; 0 if unknown."""
     is_leaving: bool
     partitions: int
     """How many partitions it owns."""
@@ -60,23 +61,23 @@ class BrokerStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A storage node, whether it lives or not."""
+    """A storage node, whether it is alive or not."""
 
     id: str
     address: str
     is_alive: bool
     is_retired: bool
     refuses: str | None
-    """Why it takes no new ledgers; None if it does, and for a node that is away."""
+    """Why the node accepts no entries; None if it does, and for a node that is away."""
     starts: int
     format: int
     used_bytes: int
-    """This and the next two are 0 for a node that is away."""
+    """0 for a node that is away, like the next two fields."""
     free_bytes: int
     ledgers: int
-    """Of how many ledgers the node itself says that it has something."""
+    """The number of ledgers of which the node has data, as the node reports it."""
     named: int
-    """In how many ledgers' records it stands. 0: the cluster needs nothing of it, and it may be stopped."""
+    """The number of ledgers whose record names the node. If it is 0, the cluster does not need the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +96,21 @@ class TopicStatus:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A place that lacks copies."""
+    """A place that lacks copies, or whose copies were not checked."""
 
     ledger: str
     topic: str
-    """Its name."""
+    """The name of the topic."""
     partition: int
     first: int
     """The first entry of the fragment."""
     position: int
     node: str | None
-    """None: the position has no node."""
+    """None if the position has no node."""
     why: str
     """NO_NODE, AWAY, RETIRING or UNCHECKED."""
     copied_to: str | None
-    """The node that gets the copies at the moment."""
+    """The node to which the copies are being copied; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +129,19 @@ class LedgerStatus:
     state: str
     base: int
     end: int | None
-    """The offset behind it; None while it is not closed."""
+    """The offset after its last message; None while the ledger is not closed."""
     last: int | None
-    """Its last entry; None while it is not closed."""
+    """Its last entry; None while the ledger is not closed."""
     size: int
-    """In bytes; 0 while it is not closed."""
+    """In bytes; 0 while the ledger is not closed."""
     fragments: tuple[tuple[int, tuple[str | None, ...]], ...]
     """The first entry of each fragment, and the node at each position."""
     is_complete: bool
     abandoned: tuple[str, ...]
-    """Nodes that an operator has decided to go on without: acknowledged entries may be lost."""
+    """Nodes without which an operator has decided to continue: acknowledged entries may be lost."""
     shortages: tuple[Shortage, ...]
-    """None for a ledger of a topic that was deleted, or of staged rows that is not closed. The first gets no more
-    copies, and is removed. So is the second if its writer has died, which nobody can see."""
+    """Empty for a ledger of a deleted topic, and for one of staged rows that is not closed. The first is removed, not
+    repaired. So is the second if its writer has died, which nobody can see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,34 +150,34 @@ class PartitionStatus:
     topic_id: str
     partition: int
     broker: str
-    """The incarnation of its owner; empty if nobody has claimed it, or if the broker that had is not there any more."""
+    """The incarnation of its owner; empty if no broker has claimed it, or if the broker that did is not alive."""
     owner: str
-    """The owner's name, or its address if it has no name; empty as `broker`."""
+    """The owner's name, or its address if it has no name; empty if `broker` is."""
     address: str
     epoch: int
     ledgers: Mapping[str, int]
-    """How many there are, by state."""
+    """The number of ledgers by state."""
     start: int
     size: int
-    """Of its closed ledgers, in bytes."""
+    """The size of its closed ledgers, in bytes."""
     under_replicated: int
     """How many of its ledgers lack copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """A topic that was deleted, and of which the registry still has something."""
+    """A deleted topic whose records are not all removed from the registry yet."""
 
     topic_id: str
     name: str
     deleted_at: float
     ledgers: int
-    """How many records of ledgers are left."""
+    """The number of ledger records that are left."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonedLedger:
-    """A ledger that an operator has decided to go on with, without some nodes; its recovery has not used that yet."""
+    """A ledger that an operator has decided to recover without some nodes, and that is not recovered yet."""
 
     ledger: str
     nodes: tuple[str, ...]
@@ -186,10 +187,10 @@ class AbandonedLedger:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """All of it. See the fields' classes."""
+    """The state of the whole cluster."""
 
     id: str | None
-    """The cluster's id; None: there is no cluster in this registry."""
+    """The cluster's id; None if there is no cluster in this registry."""
     brokers: tuple[BrokerStatus, ...] = ()
     nodes: tuple[NodeStatus, ...] = ()
     topics: tuple[TopicStatus, ...] = ()
@@ -213,11 +214,12 @@ class ClusterStatus:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every partition has an owner, every entry has all its copies, and nothing waits to be deleted."""
+        """Whether every partition has an owner, every entry has all its copies, no deletion is unfinished, and no
+        decision to abandon nodes is pending."""
         return not (self.without_owner or self.under_replicated or self.deletions or self.abandoned)
 
     def to_json(self, *, ledgers: bool = True) -> dict[str, Any]:
-        """As plain values for JSON. ledgers: with the list of all ledgers, which may be long."""
+        """The status as plain values for JSON. ledgers: include the list of all ledgers, which may be long."""
         found = asdict(self)
         if not ledgers:
             del found["ledgers"]
@@ -231,7 +233,7 @@ class ClusterStatus:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the registry has under `cluster/`."""
+    """The records under `cluster/` in the registry."""
 
     id: str | None = None
     brokers: Mapping[str, BrokerRecord] = field(default_factory=dict)
@@ -244,13 +246,13 @@ class Found:
     """In the order of their keys."""
     deleted: Mapping[str, DeletedTopic] = field(default_factory=dict)
     abandoned: Mapping[str, Abandonment] = field(default_factory=dict)
-    """By ledger, as in its key."""
+    """By ledger id, in the form that the key has."""
     staged: Mapping[str, StagedName] = field(default_factory=dict)
     """By the id of the ledger that has the rows."""
 
 
 def read_status(registry: Registry) -> ClusterStatus:
-    """Raises what the registry raises, RegistryCorrupt among that."""
+    """Read the state of the cluster. Raises what the registry raises, including RegistryCorrupt."""
 
     def scan(prefix: str, parse: Callable[[str, bytes], T]) -> dict[str, T]:
         return {entry.key.removeprefix(prefix): parse(entry.key, entry.value) for entry in registry.scan(prefix)}
@@ -275,7 +277,7 @@ def read_status(registry: Registry) -> ClusterStatus:
 
 
 def assemble(found: Found) -> ClusterStatus:
-    """The status, from what was read."""
+    """The status that follows from these records."""
     names = {record.topic.id: name for name, record in found.topics.items()}
     ledgers = [_ledger(record, names, found) for record in found.ledgers]
     short = Counter(ledger.topic for ledger in ledgers if ledger.shortages)
@@ -420,7 +422,7 @@ def _shortages(record: LedgerRecord, topic: str, found: Found) -> list[Shortage]
 
 
 def _why(record: LedgerRecord, node: str | None, found: Found) -> str | None:
-    """Why the place of this node lacks copies; None if it does not."""
+    """Why a place with this node lacks copies; None if it does not."""
     if node is None:
         return NO_NODE
     if node not in found.alive:

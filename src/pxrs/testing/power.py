@@ -58,6 +58,9 @@ class Tape:
         self._folders = [
             str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir() and not path.is_symlink()
         ]
+        self._played: dict[int, tuple[dict[str, _File], list[_Naming], list[str]]] = {}
+        """By number of events: the durable names, the changes of names that are not durable, and the folders after
+        them. A test asks for many disks of the same moment."""
 
     def mark(self, value: Any) -> None:
         """Note that something was promised at this moment, to be checked after any later loss."""
@@ -76,15 +79,10 @@ class Tape:
 
     def disk(self, at: int, choose: Choose) -> Disk:
         """The disk that a loss after the first `at` events may leave. Many losses leave equal ones."""
-        now: dict[str, _File] = {name: _File(data) for name, data in self._before.items()}
-        durable = dict(now)
-        waiting: list[_Naming] = []
-        folders = list(self._folders)
-        for event in self.events[:at]:
-            if event.kind == "folder":
-                folders.append(event.path)
-            else:
-                _play(event, now, durable, waiting)
+        if at not in self._played:
+            self._played[at] = self._play_to(at)
+        names, waiting, folders = self._played[at]
+        durable = dict(names)
         for naming in waiting:  # changes of names that no folder's sync has made durable
             if choose(2):
                 naming.apply(durable)
@@ -94,6 +92,18 @@ class Tape:
             frozenset(self._links.items()),
             frozenset(files.items()),
         )
+
+    def _play_to(self, at: int) -> tuple[dict[str, _File], list[_Naming], list[str]]:
+        now: dict[str, _File] = {name: _File(data) for name, data in self._before.items()}
+        durable = dict(now)
+        waiting: list[_Naming] = []
+        folders = list(self._folders)
+        for event in self.events[:at]:
+            if event.kind == "folder":
+                folders.append(event.path)
+            else:
+                _play(event, now, durable, waiting)
+        return durable, waiting, folders
 
     def _is_inside(self, path: Any) -> bool:
         return str(path).startswith(self.root)

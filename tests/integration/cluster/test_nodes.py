@@ -125,7 +125,7 @@ def test_c5_a_node_on_a_blank_disk_at_an_old_address_is_a_new_node(cluster: Clus
     shutil.rmtree(first.data)
     first.start()
     assert first.node != before
-    assert "this is a new storage node" in first.log_tail()
+    assert "the storage node starts with a new id" in first.log_tail()
     check_that_the_last_message_is_found(cluster, values)
 
 

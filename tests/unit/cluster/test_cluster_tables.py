@@ -43,7 +43,7 @@ def test_the_most_urgent_comes_first() -> None:
     gone = replace(FOUND, brokers={}, alive={"a": AliveNode("n:a", 1, refuses="the disk is full")})
     told = list(problems(assemble(gone)))
     assert [each.text.partition(":")[0] for each in told] == [
-        "no broker is there",
+        "no broker is alive",
         "1 partition without an owner",
         "orders/0, ledger 3 lacks copies",
         "storage node a at n",

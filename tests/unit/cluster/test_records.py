@@ -65,7 +65,7 @@ def test_a_record_that_names_a_node_twice_or_has_no_fragment_from_0_on_is_refuse
             record(fragments=fragments)
     with pytest.raises(ValueError, match="nothing to recover"):
         record().closed(0, 0, size=0, stored_at=0, is_complete=True).in_recovery(5)
-    with pytest.raises(ValueError, match="is no id"):
+    with pytest.raises(ValueError, match="is not a valid id"):
         broker_key("a/b")
 
 

@@ -157,7 +157,7 @@ def test_a_damaged_message_is_refused(registry: Registry, folder: Path) -> None:
         bad = good._replace(body=(b"x" * len(good.body[0]),))
         (answer,) = sent(link, bad)
         assert isinstance(answer, NodeUnreachable)
-        assert "was damaged on its way" in str(answer)
+        assert "was damaged in transit" in str(answer)
         assert server.node.ledgers() == []
 
 

@@ -1,8 +1,8 @@
-"""Pure: which partition a broker releases so that another one takes it (P5).
+"""Pure: which partition a broker releases so that another broker can claim it (P5).
 
-Only the broker with the most partitions releases, one partition, and only if some broker has at least STEP fewer. Then
-the two differ by less than before, and never the other way round: nothing moves back. While a partition has no owner
-nothing is released, so partitions move one after the other.
+Only the broker with the most partitions releases one, and only if another broker has at least STEP fewer. The release
+makes the difference smaller and never reverses it, so no partition moves back. While any partition has no owner, no
+broker releases one, so partitions move one at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ STEP: Final = 2
 def to_release(
     me: str, brokers: Collection[str], owners: Mapping[Place, str], serving: Collection[Place]
 ) -> Place | None:
-    """The partition to release; None: none.
+    """The partition that this broker should release now; None if none.
 
-    brokers: those that take partitions. owners: of every partition of every topic, "" or a broker that is gone if it
-    has none. serving: what this broker can release now."""
+    brokers: the brokers that claim partitions. owners: the owner of every partition of every topic; "" or a broker that
+    is not in `brokers` if it has none. serving: the partitions that this broker serves, and so can release."""
     if me not in brokers or any(owner not in brokers for owner in owners.values()):
         return None
     load = Counter(dict.fromkeys(brokers, 0))
@@ -31,7 +31,7 @@ def to_release(
     least = min(brokers, key=lambda broker: (load[broker], broker))
     if most != me or load[me] - load[least] < STEP:
         return None
-    # Of the topic of which this broker has the most more, so that the partitions of each topic are spread, too.
+    # Choose the topic in which this broker exceeds the other one most, so that each topic is spread too.
     topics = Counter(topic for (topic, _), owner in owners.items() if owner == me)
     topics.subtract(topic for (topic, _), owner in owners.items() if owner == least)
     mine = [place for place in serving if owners.get(place) == me]

@@ -1,4 +1,4 @@
-"""Begins the next ledger of a partition that this broker owns, and removes the first ones."""
+"""Creates the next ledger of a partition that this broker owns, and removes old ledgers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pxrs.registry.contract import ABSENT
 
 
 class Claim(NamedTuple):
-    """The owner record of a partition as this broker has last written it."""
+    """The owner record of a partition, and its version, as this broker has last written it."""
 
     owner: OwnerRecord
     version: int
 
 
 class Begun(NamedTuple):
-    """A ledger that was created in the registry, and the claim, which the same commit has changed."""
+    """A ledger that was created in the registry, and the claim as the same commit has changed it."""
 
     record: LedgerRecord
     version: int
@@ -29,7 +29,7 @@ class Begun(NamedTuple):
 
 
 def has_enough(quorum: Quorum, nodes: Sequence[str | None]) -> bool:
-    """Whether every entry of a ledger at these positions can get Qa acknowledgements."""
+    """Whether every entry of a ledger with these nodes at its positions can get Qa acknowledgements."""
     return all(
         sum(nodes[position] is not None for position in quorum.write_set(entry)) >= quorum.ack_quorum
         for entry in range(quorum.ensemble)
@@ -37,8 +37,8 @@ def has_enough(quorum: Quorum, nodes: Sequence[str | None]) -> bool:
 
 
 def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim, base: int) -> Begun:
-    """Create the partition's next ledger, which begins at this offset. The commit expects the claim, so that a broker
-    that has lost it creates none. Raises PartitionMoved, NotEnoughNodes."""
+    """Create the partition's next ledger, which begins at the offset `base`. The commit expects the version of the
+    claim, so that a broker that has lost the claim creates no ledger. Raises PartitionMoved, NotEnoughNodes."""
     nodes = chosen_nodes(broker, topic)
     owner = claim.owner
     record = LedgerRecord(topic.topic.id, partition, owner.next, owner.epoch, topic.quorum, base, (Fragment(0, nodes),))
@@ -56,7 +56,8 @@ def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim
 
 
 def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
-    """The nodes of a new ledger; None where there is none. Raises NotEnoughNodes if no entry could be acknowledged."""
+    """The node at each position of a new ledger; None where there is none. Raises NotEnoughNodes if an entry could not
+    get Qa acknowledgements."""
     nodes = broker.ensemble(topic)
     if not has_enough(topic.quorum, nodes):
         raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
@@ -64,9 +65,9 @@ def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
 
 
 def remove_ledgers(broker: Broker, claim: Callable[[], Claim], gone: Sequence[LedgerRecord]) -> Iterator[set[int]]:
-    """Remove the records of these ledgers of one partition, in as many commits as it takes: the numbers of those that
-    each has removed. The nodes find that their copies have no record. claim: as it is at the moment of each commit.
-    Raises Conflict, what the registry raises."""
+    """Remove the records of these ledgers of one partition, in as many commits as necessary. Yields, after each commit,
+    the numbers of the removed ledgers. Storage nodes then remove the copies as garbage. claim: returns the current
+    claim, whose version each commit expects. Raises Conflict, and what the registry raises."""
     count = max(1, broker.registry.limits.commit_keys_max - 1)
     for at in range(0, len(gone), count):
         part = gone[at : at + count]

@@ -1,4 +1,4 @@
-"""What the parts of one broker share."""
+"""The settings of a broker, and the objects that its parts share."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ from pxrs.registry.contract import Registry
 
 @dataclass(frozen=True, slots=True)
 class BrokerSettings:
-    """What an operator can set; `pxrs broker` has an option for each."""
+    """Settings of a broker. Some of them are options of `pxrs broker`."""
 
     append_s: float = 10.0
-    """How long an append waits for its acknowledgements before its outcome is reported as unknown."""
+    """How long an append waits for acknowledgements before its outcome is reported as unknown."""
     recovery_s: float = 30.0
-    """How long a recovery waits for nodes before it is begun again."""
+    """How long a recovery waits for nodes before it fails and is begun again."""
     recent_bytes: int = 256 << 20
-    """How much of what was appended last is kept in memory for readers."""
+    """The size of the cache of the most recently appended entries."""
     pending_bytes_max: int = 64 << 20
-    """How many bytes of one partition may wait for acknowledgements; further appends wait."""
+    """Maximum number of unacknowledged bytes of one partition; further appends wait."""
     unconfirmed_bytes_max: int = 128 << 20
-    """How many bytes of all partitions together may wait for acknowledgements; further appends wait. At most half of
+    """Maximum number of unacknowledged bytes of all partitions together; further appends wait. At most half of
     `LinkSettings.unanswered_bytes_max` is used: see `room`."""
     openings_max: int = 16
-    """How many partitions are opened at a time."""
+    """Maximum number of partitions that are opened at a time."""
     copies_grace_s: float = 10.0
-    """How long a node may be away before its copies are made anew on others."""
+    """How long a storage node may be away before its copies are created again on other nodes."""
     placement: str = LEAST_LOADED
-    """Which function chooses the storage nodes of topics that are created through this broker (P9): `least loaded`,
-    `round robin`, `random`, or the name of an entry point of the group `pxrs.placements`."""
+    """The placement function of topics that are created through this broker (P9): `least loaded`, `round robin`,
+    `random`, or the name of an entry point of the group `pxrs.placements`."""
     repairs_max: int = 2
-    """How many ledgers get copies at a time."""
+    """Maximum number of ledgers that are repaired at a time."""
 
 
 class News:
-    """Records events of the broker. The hub that stores them is made after the broker's parts, which are given this."""
+    """Records the events of the broker. The hub's recorder is set later, because the hub is created after the broker's
+    parts that use this object; until then events are only logged."""
 
     def __init__(self) -> None:
         self.recorder: Recorder = LOGGED_ONLY
 
     def record(self, name: str, /, **fields: Json) -> None:
-        """Never blocks on a disk or a network."""
+        """Record an event, without waiting for a disk or a network."""
         self.recorder.record(name, **fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """What the parts of one broker share. Threads share it."""
+    """The objects that the parts of one broker share. Threads share it."""
 
     registry: Registry
     view: View
@@ -68,22 +69,24 @@ class Broker:
     reader: LedgerReader
     recent: Recent
     crew: ThreadPoolExecutor
-    """For work that waits for the registry or for nodes, and for nothing else that a thread of the crew must do."""
+    """A pool of threads for work that waits for the registry or for storage nodes. Work on it must not wait for other
+    work on it."""
     rollers: ThreadPoolExecutor
-    """For ledgers that are closed and followed by the next one. This waits for commits, which the crew makes: on
-    threads of the crew, many of them at once would wait for threads that they hold themselves."""
+    """A pool of threads that close full ledgers and begin the next ones. This waits for commits, which run on `crew`:
+    on threads of `crew` itself, many of them at once would occupy all threads that they wait for."""
     room: Room
     settings: BrokerSettings = field(default_factory=BrokerSettings)
     clock: Clock = SYSTEM
     news: News = field(default_factory=News)
     turns: itertools.count[int] = field(default_factory=itertools.count)
+    """The numbers of placement decisions (`placement.Placement`)."""
 
     def ensemble(self, topic: TopicRecord) -> tuple[str | None, ...]:
-        """The nodes of a new ledger; None where there is none."""
+        """The node at each position of a new ledger; None where there is none."""
         placement = placement_named(topic.placement)
         return ensemble(placement, self.view.seen.takers, topic.quorum.ensemble, next(self.turns))
 
     def spares(self, topic: TopicRecord, without: Iterable[str]) -> list[str]:
-        """The nodes that may take the place of another, the best first."""
+        """The nodes, except those in `without`, that may replace another node, the best first."""
         candidates = storage_candidates(self.view.seen.takers, without)
         return choose(placement_named(topic.placement), candidates, len(candidates), next(self.turns))

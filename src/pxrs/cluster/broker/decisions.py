@@ -1,7 +1,7 @@
-"""Puts what operators have decided by the registry (`pxrs.cluster.deciding`) into the audit of the cluster.
+"""Records the decisions of operators (`pxrs.cluster.deciding`) in the audit of the cluster.
 
-The key of a decision is deleted once the event is stored. So none is lost with a broker; one that dies in between has
-its decision recorded twice.
+The key of a decision is deleted after its event is stored. So no decision is lost if the broker fails; if it fails
+between the two steps, the decision is recorded twice.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from pxrs.registry.contract import Registry
 
 
 class Decisions:
-    """One thread looks; the events are stored on others."""
+    """One thread calls `look`; the recorder calls `_note` on its own thread."""
 
     def __init__(self, registry: Registry, recorder: Recorder) -> None:
         self._registry, self._recorder = registry, recorder
         self._lock = threading.Lock()
         self._begun: set[str] = set()
-        """The keys whose event is being stored, or is stored and the key not yet deleted."""
+        """The keys whose event was given to the recorder, until the key is deleted."""
         self._stored: set[str] = set()
+        """The keys whose event is stored, and which can be deleted."""
 
     def look(self) -> None:
-        """Raises what the registry raises."""
+        """Delete the keys of stored events, and record new decisions. Raises what the registry raises."""
         with self._lock:
             stored = sorted(self._stored)
         for key in stored:

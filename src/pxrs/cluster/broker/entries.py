@@ -1,7 +1,7 @@
-"""Pure: the entries of a ledger as bytes, and back.
+"""Pure: encodes and decodes the entries of a ledger.
 
-Entry 0 of a ledger is the state of the partition's producers when the ledger began, as JSON (C3). Every other entry is
-what one append stored in the partition: frames of docs/format.md, one behind the other, with their offsets.
+Entry 0 of a ledger is the state of the partition's producers when the ledger began, as JSON (C3). Every other entry
+contains the batches that one append stored in the partition, as frames of docs/format.md one after the other.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from pxrs.log.contract import Append
 from pxrs.log.producers import Producers
 
 STATE_ENTRY = 0
-"""The number of the entry that holds the producers' state."""
+"""The number of the entry that contains the producers' state."""
 
 
 class Frame(NamedTuple):
-    """One batch of an entry, as readers get it."""
+    """One batch of an entry."""
 
     offset: int
     rows: int
     data: pa.Buffer
-    """One Arrow IPC record batch, without the schema, perhaps compressed."""
+    """One Arrow IPC record batch, without the schema; it may be compressed."""
 
     @property
     def next_offset(self) -> int:
@@ -50,11 +50,11 @@ class Frame(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry that was encoded, or was read from a node and checked."""
+    """An entry that was encoded by this broker, or read from a node and verified."""
 
     frames: tuple[Frame, ...]
     pieces: tuple[Any, ...]
-    """Its bytes, in pieces: bytes objects and Arrow buffers."""
+    """Its bytes, as a sequence of bytes objects and Arrow buffers."""
     size: int
     offset: int
     """The offset of its first row."""
@@ -67,20 +67,21 @@ class Entry(NamedTuple):
         return self.offset + self.rows
 
     def origins(self, place: int) -> Iterator[tuple[Origin, int]]:
-        """The origin and the offset of each batch, of an entry that `encode_entry` has made."""
+        """The origin and the offset of each batch. Only for entries made by `encode_entry`, which has three pieces per
+        batch, the first of which is the header."""
         for piece in self.pieces[::3] if self.frames else ():
             header = read_header(piece, "an entry", 0, place)
             yield header.origin, header.base_offset
 
 
 def state_entry(producers: Producers, offset: int, now: int) -> Entry:
-    """Entry 0 of a ledger that begins at this offset. now: in microseconds since 1970."""
+    """Entry 0 of a ledger that begins at the offset `offset`. now: in microseconds since 1970."""
     text = json.dumps(producers.dump(), separators=(",", ":")).encode()
     return Entry((), (text,), len(text), offset, 0, 0, now)
 
 
 def load_state(data: bytes) -> dict[str, Any]:
-    """The state in entry 0. Raises ValueError if these bytes are none."""
+    """The producers' state in the body of entry 0. Raises ValueError if it is malformed."""
     found = json.loads(data)
     if not isinstance(found, dict):
         raise ValueError("the first entry of the ledger does not hold the state of producers")
@@ -88,7 +89,8 @@ def load_state(data: bytes) -> dict[str, Any]:
 
 
 def encode_entry(new: Sequence[tuple[Append, int]], place: int, now: int) -> Entry:
-    """The entry with these batches and the offset of each. place: the partition's `place_id`; now: in microseconds."""
+    """The entry with these batches, each given with its offset. place: the partition's `place_id`. now: in microseconds
+    since 1970."""
     frames, pieces, size = [], [], 0
     for follows, (append, offset) in enumerate(new):
         payload: Payload = append.payload
@@ -116,7 +118,8 @@ def headers(data: Any, where: str, place: int) -> Iterator[tuple[int, Header]]:
 
 
 def origin_heads(data: Any, where: str, place: int) -> Iterator[Header]:
-    """The headers of an entry's frames, which a node has sent without the frames. Raises DamagedFrame."""
+    """The headers in the answer to a read with `heads`: those of an entry's frames, one after the other. Raises
+    DamagedFrame."""
     view, position = memoryview(data), 0
     while position < len(view):
         header = read_header(view[position : position + HEADER_BYTES], where, position, place)
@@ -125,7 +128,7 @@ def origin_heads(data: Any, where: str, place: int) -> Iterator[Header]:
 
 
 def decode_entry(data: pa.Buffer, where: str, place: int) -> Entry:
-    """The entry with these bytes, every checksum checked. where: the ledger and the entry, for errors. Raises
+    """Decode the body of an entry, and verify every checksum. where: names the ledger and the entry in errors. Raises
     DamagedFrame."""
     frames, last_timestamp, stored_at = [], 0, 0
     for position, header in headers(data, where, place):
@@ -141,7 +144,7 @@ def decode_entry(data: pa.Buffer, where: str, place: int) -> Entry:
 
 
 def offset_of(frames: Iterable[Frame], timestamp: int) -> int | None:
-    """The offset of the first row that has this timestamp or a later one; None if there is none."""
+    """The offset of the first row with this timestamp or a later one; None if there is none."""
     for frame in frames:
         times = frame.batch().records.column("timestamp").cast(pa.int64())
         at = pc.index(pc.greater_equal(times, timestamp), True).as_py()
@@ -151,7 +154,7 @@ def offset_of(frames: Iterable[Frame], timestamp: int) -> int | None:
 
 
 def within(frames: Iterable[Frame], offset: int, max_bytes: int) -> list[Batch]:
-    """The batches from exactly this offset on, about `max_bytes` of them but at least one."""
+    """The batches from this offset on, about `max_bytes` but at least one. The first batch is cut at the offset."""
     found: list[Batch] = []
     size = 0
     for frame in frames:

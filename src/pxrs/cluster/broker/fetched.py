@@ -1,7 +1,7 @@
-"""Entries that were read from storage nodes, decoded and checked.
+"""A cache of entries that were read from storage nodes, decoded and verified.
 
-Readers of old messages ask for about a megabyte at a time, and an entry may have several. Without this cache the broker
-would read the whole entry again for each of these requests.
+Readers of old messages ask for about a megabyte at a time, and an entry may be several megabytes long. Without this
+cache the broker would read the whole entry again for each request.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ FETCHED_BYTES_MAX: Final = 64 << 20
 
 
 class FetchedEntries:
-    """Those of all ledgers, at most `bytes_max`; the ones that were used least recently are dropped. Confirmed entries
-    never change, so what is kept stays valid. Threads share it."""
+    """Entries of all ledgers, at most `bytes_max` in total; the least recently used ones are dropped. Confirmed entries
+    never change, so cached ones stay valid. Threads share it."""
 
     def __init__(self, bytes_max: int = FETCHED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._entries: OrderedDict[tuple[str, int], Entry] = OrderedDict()
-        """By the ledger's id and the number of the entry. The one that was used last comes last."""
+        """By the ledger's id and the number of the entry, the most recently used last."""
         self.bytes = 0
 
     def get(self, ledger: str, first: int, max_bytes: int) -> list[Entry]:
-        """The entries from `first` on that are kept, about `max_bytes` of them; none if `first` is not kept."""
+        """The consecutive cached entries from `first` on, about `max_bytes`; empty if `first` is not cached."""
         found: list[Entry] = []
         size = 0
         with self._lock:
@@ -48,7 +48,7 @@ class FetchedEntries:
                 self.bytes -= self._entries.popitem(last=False)[1].size
 
     def forget(self, ledger: str) -> None:
-        """The ledger was removed."""
+        """Drop the entries of a ledger that was removed."""
         with self._lock:
             for key in [key for key in self._entries if key[0] == ledger]:
                 self.bytes -= self._entries.pop(key).size

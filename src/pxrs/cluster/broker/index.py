@@ -1,4 +1,4 @@
-"""Pure: which entries a ledger has, and which offsets and times are in each."""
+"""Pure: the index of a ledger's entries by offset and time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Indexed(NamedTuple):
-    """What is known of one entry without its bytes."""
+    """The description of one entry in the index."""
 
     offset: int
     rows: int
@@ -23,19 +23,19 @@ class Indexed(NamedTuple):
 
 
 class LedgerIndex:
-    """The entries of one ledger, from entry 0 on. Callers hold a lock, or nobody adds to it any more."""
+    """The entries of one ledger, from entry 0 on. Callers hold a lock while entries are still added."""
 
     def __init__(self) -> None:
         self._offsets, self._rows, self._sizes = array("q"), array("q"), array("q")
         self._times, self._stored = array("q"), array("q")
         self.bytes = 0
-        """The bytes of all entries but the first, which holds no message."""
+        """The total length of all entries except entry 0, which contains no messages."""
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def add(self, entry: Indexed) -> None:
-        """The next entry."""
+        """Add the next entry."""
         if len(self):
             self.bytes += entry.size
         self._offsets.append(entry.offset)
@@ -50,16 +50,17 @@ class LedgerIndex:
         )
 
     def span(self, offset: int, max_bytes: int) -> tuple[int, int]:
-        """The first and the last of the entries to read from this offset on, which have about `max_bytes` together."""
+        """The first and the last entry to read from this offset on, for about `max_bytes` in total."""
         first = self.find(offset)
         return first, self.reach(first, max_bytes)
 
     def find(self, offset: int) -> int:
-        """The number of the entry that holds this offset, which the ledger must have."""
+        """The number of the entry that contains this offset, which must be in the ledger."""
         return bisect_right(self._offsets, offset) - 1
 
     def reach(self, first: int, max_bytes: int) -> int:
-        """The last of the entries from `first` on that have about `max_bytes` together; `first` itself at least."""
+        """The last entry such that the entries from `first` to it have at most `max_bytes` in total; at least
+        `first`."""
         last, size = first, self._sizes[first]
         while last + 1 < len(self) and size + self._sizes[last + 1] <= max_bytes:
             last += 1
@@ -67,7 +68,7 @@ class LedgerIndex:
         return last
 
     def not_before(self, timestamp: int) -> Iterator[int]:
-        """The numbers of the entries that hold a message of this time or later, in order."""
+        """The numbers of the entries with a message of this time or later, in order."""
         return (number for number in range(1, len(self)) if self._times[number] >= timestamp)
 
     @property

@@ -1,4 +1,4 @@
-"""The log of a cluster, as a broker has it: see `pxrs.log.contract.Log`. Topics are records in the registry."""
+"""The log of a cluster at a broker: see `pxrs.log.contract.Log`. Topics are records in the registry."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from pxrs.remote.client.routes import Peers
 _logger = logging.getLogger(__name__)
 
 TRIES_MAX: Final = 100
-"""How often a change of a topic is tried again because another one came first."""
+"""How often a change of a topic is repeated after a conflict with another change."""
 ASKERS_MAX: Final = 16
-"""How many threads ask other brokers, and this one, for calls that concern several of them."""
+"""Maximum number of threads for calls that concern several brokers."""
 PATIENCE_S: Final = 30.0
-"""How long a call of this broker waits until the partitions that it concerns have an owner that answers."""
+"""How long a call waits until each of its partitions has an owner that answers."""
 GIVEN_UP_S: Final = 10.0
 """How long a deletion waits until the owners of the topic's partitions have given them up. Longer than a broker's lease
 lives by default, so that an owner that hangs is waited for, too."""
@@ -40,12 +40,13 @@ LOOK_S: Final = 0.5
 
 
 class BrokerRoutes:
-    """Which handle serves a partition: this broker itself, or the client of another one (`routed.Routes`)."""
+    """The handle for each partition: this broker itself, or a client of the owner (`routed.Routes`)."""
 
     def __init__(self, record: TopicRecord, log: ClusterLog) -> None:
         self._record, self._log = record, log
         self.local = log.local(record)
-        """One object, by which `RoutedTopic` knows whether a partition has moved."""
+        """The handle for partitions of this broker. Always the same object, by which `RoutedTopic` notices that a
+        partition has moved."""
         self._forgotten: dict[int, float] = {}
 
     def check(self) -> None:
@@ -84,7 +85,7 @@ class BrokerRoutes:
 
 
 class ClusterTopic(RoutedTopic):
-    """A topic at a broker: its own partitions, and those of other brokers."""
+    """A topic at a broker. Calls for partitions of other brokers are forwarded to their owners."""
 
     def __init__(self, record: TopicRecord, log: ClusterLog) -> None:
         routes = BrokerRoutes(record, log)
@@ -103,14 +104,14 @@ class ClusterLog(Log, HasStaging):
     keeps_copies = True
 
     def __init__(self, broker: Broker, ownership: Ownership, peers: Peers, cluster: str, url: str) -> None:
-        """cluster: the cluster's id; url: how the log is shown."""
+        """cluster: the cluster's id. url: names the log in messages."""
         self.url, self.clock = url, broker.clock
         self.broker, self.ownership, self.peers = broker, ownership, peers
         self._cluster = cluster
         self._staging = ClusterStaging(broker)
         self.askers = ThreadPoolExecutor(ASKERS_MAX, "pxrs-brokers")
-        """On which several brokers are asked at once. Not the broker's crew: an append on one of these threads waits
-        for work of the crew."""
+        """Threads for calls to several brokers at once. They are not those of `Broker.crew`, because an append on one
+        of these threads waits for commits that run on the crew."""
         self._is_closed = False
 
     @property
@@ -145,8 +146,9 @@ class ClusterLog(Log, HasStaging):
         return []
 
     def topic(self, name: str) -> TopicLog:
-        """From what this broker has last seen, if the topic is there: every call of a client comes by here, and must
-        not wait for the registry, which may be away. A topic that was deleted meanwhile has no owners any more."""
+        """The topic, from the records that this broker has last read if they contain it: every call of a client looks
+        up its topic here, and must not wait for a registry that does not answer. If the topic was deleted since, its
+        partitions have no owner, and the call fails then."""
         self.check_usable()
         known = self.broker.view.seen.topics.get(name)
         return ClusterTopic(self._record(name)[0] if known is None else known[0], self)
@@ -173,7 +175,7 @@ class ClusterLog(Log, HasStaging):
                 continue
             self.broker.view.refresh()
             return ClusterTopic(altered, self)
-        raise TopicExists(f"the settings of {name} are changed by others all the time")
+        raise TopicExists(f"the settings of {name} changed at every attempt: try again")
 
     def delete_topic(self, name: str) -> str:
         key = records.topic_key(name)
@@ -190,7 +192,7 @@ class ClusterLog(Log, HasStaging):
             self._wait_until_given_up(record.topic.id, name)
             self.broker.crew.submit(self._finish, record.topic.id, gone)
             return record.topic.id
-        raise TopicExists(f"topic {name} is changed by others all the time")
+        raise TopicExists(f"topic {name} changed at every attempt: try again")
 
     def finish_deletions(self) -> None:
         for entry in self.broker.registry.scan(records.DELETED):
@@ -230,26 +232,26 @@ class ClusterLog(Log, HasStaging):
             return [f"not known, because the registry cannot be read: {error}"]
 
     def _finish(self, topic_id: str, gone: DeletedTopic) -> None:
-        """Remove what the registry holds of a deleted topic (P7). The nodes find that their ledgers have no record."""
+        """Remove the records of a deleted topic (P7). Storage nodes then remove its ledgers as garbage."""
         for _ in range(TRIES_MAX):
             try:
                 self._remove(topic_id, gone)
                 return
             except Conflict:
-                continue  # the owner of a partition has begun a ledger, or given the partition up
+                continue  # the owner of a partition has begun a ledger or released the partition
             except PxrsError as error:
-                _logger.info("what is left of the deleted topic %s is removed later: %s", gone.name, error)
+                _logger.info("some records of the deleted topic %s will be removed later: %s", gone.name, error)
                 return
 
     def _remove(self, topic_id: str, gone: DeletedTopic) -> None:
-        """Raises Conflict, what the registry raises."""
+        """Raises Conflict, and what the registry raises."""
         registry = self.broker.registry
         for partition in range(gone.partitions):
             key = records.owner_key(topic_id, partition)
             entry = registry.get(key)
             if entry is not None:
                 owner = OwnerRecord.parse(entry.key, entry.value)
-                if not owner.is_deleted:  # from now on nobody creates a ledger of this partition
+                if not owner.is_deleted:  # after this commit no broker can create a ledger of this partition
                     registry.commit({key: entry.version}, {key: owner.deleted().dump()})
             for ledger in registry.scan(records.ledgers_prefix(topic_id, partition)):
                 decision = records.abandoned_key(LedgerName.of_key(ledger.key))
@@ -262,11 +264,11 @@ class ClusterLog(Log, HasStaging):
         return self._cluster, f"cluster {self._cluster[:8]}"
 
     def local(self, record: TopicRecord) -> OwnedTopic:
-        """What this broker serves of a topic."""
+        """The handle for the partitions of a topic that this broker owns."""
         return OwnedTopic(record, self.broker, self.ownership)
 
     def check_topic(self, topic: Topic) -> None:
-        """Raise TopicDeleted if the topic is not there any more."""
+        """Raise TopicDeleted if the topic does not exist any more."""
         entry = self.broker.registry.get(records.topic_key(topic.name))
         found = None if entry is None else TopicRecord.parse(entry.key, entry.value).topic.id
         if found != topic.id:

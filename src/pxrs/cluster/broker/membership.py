@@ -1,4 +1,4 @@
-"""The broker's place in the cluster: its lease, and the key that names it and its load (P1)."""
+"""The membership of a broker in the cluster: its lease, and its ephemeral record with its address and load (P1)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LEASE_TTL_DEFAULT: Final = 6.0
 
 
 class Membership:
-    """One broker, which may have several incarnations one after the other: a lease that was lost is not revived (R3).
-    Threads share it."""
+    """The membership of one broker. If its lease is lost, it joins again with a new lease and a new incarnation,
+    because an expired lease cannot be renewed (R3). Threads share it."""
 
     def __init__(self, registry: Registry, address: str, name: str, lease_ttl: float) -> None:
         self._registry, self.address, self._name, self._lease_ttl = registry, address, name, lease_ttl
@@ -30,19 +30,20 @@ class Membership:
         self._started_at = time.time()
         self._lease: Lease | None = None
         self.incarnation = ""
-        """Names this incarnation in owner records; empty before the first `join`."""
+        """The id of the current incarnation, which owner records contain; empty before the first `join`."""
         self._load = 0.0
         self._is_leaving = False
 
     @property
     def lease(self) -> Lease | None:
-        """The lease if it lives, as far as this process can know."""
+        """The lease; None if it has expired according to this process's clock."""
         lease = self._lease
         return lease if lease is not None and lease.alive else None
 
     def join(self) -> bool:
-        """Have a living lease and a key. True if the incarnation is a new one: then every claim of the last one is
-        void, and other brokers may have taken its partitions. Raises what the registry raises."""
+        """Take a lease and write the broker's record, unless the current lease is valid. Returns True for a new
+        incarnation: all claims of the former one are void, and other brokers may have claimed its partitions. Raises
+        what the registry raises."""
         with self._lock:
             if self.lease is not None:
                 return False
@@ -55,22 +56,22 @@ class Membership:
                 raise
             if old is not None:
                 _logger.warning(
-                    "the broker %s has lost its lease, and with it its partitions; it goes on as %s",
+                    "the broker %s has lost its lease and its partitions; it continues as incarnation %s",
                     self.incarnation,
                     incarnation,
                 )
                 old.close()
-            # In this order: whoever sees the new lease must not take it for that of the old incarnation (C4).
+            # In this order: a thread that reads the new lease must not combine it with the old incarnation (C4).
             self.incarnation = incarnation
             self._lease = lease
             return True
 
     def named(self) -> dict[str, str]:
-        """The fields of events that name this broker."""
+        """The fields that identify this broker in events."""
         return {"broker": self._name or self.address, "incarnation": self.incarnation, "address": self.address}
 
     def tell_load(self, load: float) -> None:
-        """Put the load into the key, if it has changed. Raises what the registry raises."""
+        """Write the load to the broker's record if it has changed. Raises what the registry raises."""
         if load != self._load:
             self._load = load
             self._tell()
@@ -82,10 +83,11 @@ class Membership:
         try:
             self._registry.commit(ephemeral={records.broker_key(self.incarnation): self._record().dump()}, lease=lease)
         except LeaseExpired:
-            return  # noticed by the next `join`
+            return  # the next `join` notices it
 
     def tell_leaving(self) -> None:
-        """Other brokers count on this one for no more partitions. Raises what the registry raises."""
+        """Mark the broker's record as leaving, so that other brokers do not expect this one to claim partitions. Raises
+        what the registry raises."""
         self._is_leaving = True
         self._tell()
 
@@ -93,7 +95,7 @@ class Membership:
         return BrokerRecord(self.address, self._name, self._load, self._started_at, __version__, self._is_leaving)
 
     def close(self) -> None:
-        """End the lease: other brokers take the partitions at once."""
+        """End the lease, so that other brokers can claim the partitions at once."""
         with self._lock:
             if self._lease is not None:
                 self._lease.close()

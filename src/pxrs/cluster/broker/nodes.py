@@ -1,4 +1,4 @@
-"""The links of a broker to the storage nodes, made when they are first used."""
+"""The links of a broker to storage nodes. A link is created when it is first used."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class NodeLinks:
         self._is_closed = False
 
     def __call__(self, node: str) -> NodeLink:
-        """The link to the node with this id. Raises NodeUnreachable if nothing is known of the node."""
+        """The link to the node with this id. Raises NodeUnreachable if the address of the node is not known."""
         address = self._address(node)
         stale: NodeLink | None = None
         with self._lock:
             if self._is_closed:
                 raise NodeUnreachable(node, "the broker is stopping")
             link = self._links.get(node)
-            if link is not None and link.address != address:  # it was started again elsewhere
+            if link is not None and link.address != address:  # the node was restarted at another address
                 stale, link = link, None
             if link is None:
                 link = self._links[node] = NodeLink(node, address, self._settings)
         if stale is not None:
-            # Not on this thread: the caller may hold the lock of a partition, for which the link's thread waits to
-            # report what has failed; or this is the link's thread.
+            # Not on this thread: `close` waits for the link's thread, which may wait for the lock of a partition that
+            # the caller holds. Or this is the link's thread itself.
             start_thread(stale.close, "pxrs-node-link-end")
         return link
 
@@ -52,7 +52,7 @@ class NodeLinks:
         except PxrsError as error:
             raise NodeUnreachable(node, f"its address cannot be read: {error}") from error
         if entry is None:
-            raise NodeUnreachable(node, "the registry does not know it")
+            raise NodeUnreachable(node, "the registry has no record of it")
         return NodeRecord.parse(entry.key, entry.value).address
 
     def close(self) -> None:

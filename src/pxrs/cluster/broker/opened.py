@@ -1,4 +1,4 @@
-"""What passes between a partition and those that open it and append to it."""
+"""Values that a partition exchanges with `opening` and with the callers of appends."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pxrs.log.producers import Placement, Producers
 
 
 class Ticket(NamedTuple):
-    """An append that was given offsets and waits for its acknowledgements."""
+    """An append whose batches have offsets and are not confirmed yet."""
 
     placed: list[Placement]
     needed: int
-    """The end that the partition has once all of it is confirmed."""
+    """The append is confirmed when the end of the partition is at least this offset."""
     generation: int
-    """That of the writer: a later one has been opened by a recovery, which may have lost the entry."""
+    """The generation of the partition. If it has changed, a recovery may have dropped the entry."""
     began_at: float
     """When the entry was sent, on the monotonic clock."""
 
 
 class Opened(NamedTuple):
-    """What `opening` has found and made: a chain of closed ledgers, and the next one, open for this broker."""
+    """The result of `opening`: the chain of closed ledgers, the writer of the next ledger, and the producers' state."""
 
     chain: list[LedgerRecord]
     writer: LedgerShell
@@ -31,5 +31,6 @@ class Opened(NamedTuple):
 
 
 def fresh(error: PxrsError) -> PxrsError:
-    """The error, to be raised once more. Each raise adds to its traceback, which holds what every caller had."""
+    """The error without its traceback, to be raised again. Each raise extends the traceback, which would keep the
+    frames of all earlier callers alive."""
     return error.with_traceback(None)

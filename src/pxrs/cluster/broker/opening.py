@@ -1,8 +1,7 @@
 """Opens a partition that this broker has claimed.
 
-It recovers the last ledger, rebuilds the state of the producers, and begins the next ledger.
-
-Every step may be repeated: a broker that dies midway is followed by another one, which begins anew (C1).
+`open_partition` recovers the last ledger, rebuilds the producers' state, and begins the next ledger. Every step can be
+repeated: if the broker fails in between, the next owner begins from the first step (C1).
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _logger = logging.getLogger(__name__)
 
 
 def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
-    """Open the partition, and let it serve. Returns whether a ledger was recovered for that. Raises PartitionMoved if
-    another broker has it, PartitionUnavailable if too few nodes answer, what the registry raises."""
+    """Open the partition and serve it. Returns whether a ledger had to be recovered. Raises PartitionMoved if another
+    broker has claimed it, PartitionUnavailable if too few nodes answer, and what the registry raises."""
     topic = partition.topic
     key = records.owner_key(topic.topic.id, partition.partition)
     entry = broker.registry.get(key)
@@ -67,13 +66,14 @@ def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRec
         except ReadFailed as error:
             if not record.abandoned and abandonment_of(broker.registry, record) is None:
                 raise
-            # An operator has accepted the loss (C6): a batch that a producer sends again may be stored twice.
-            _logger.error("%s: what its producers have sent is not all known: %s", partition.name, error)
+            # An operator has accepted the loss (C6). A batch that a producer sends again may now be stored twice.
+            _logger.error("%s: the state of its producers is incomplete: %s", partition.name, error)
     return producers
 
 
 def _load(broker: Broker, partition: OwnedPartition, record: LedgerRecord, producers: Producers) -> None:
-    """Add what one ledger says. Raises ReadFailed, PartitionUnavailable."""
+    """Add the producers' state in one ledger: its entry 0, and the origins of its batches. Raises ReadFailed,
+    PartitionUnavailable."""
     assert record.last is not None
     now = broker.clock.wall_time_us() / 1e6
     (state,) = broker.reader.read(record, STATE_ENTRY, STATE_ENTRY)

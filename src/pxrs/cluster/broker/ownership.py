@@ -1,23 +1,25 @@
-"""Which partitions this broker owns: it claims those without a living owner that fall to it, and opens them (P5).
+"""Claims, opens and releases the partitions of this broker (P5).
 
-One thread looks, after each change of the registry that concerns brokers, topics or owners. What it does is decided
-from what it sees, and made true by commits that expect it:
+One thread compares this broker's partitions with the records in the registry after each change of brokers, topics or
+owners. The records may be out of date, so every change is a commit that expects what the decision relied on:
 
-    what is seen                                                what is done
-    an owned partition is not open, or its writer has stopped   open it (again)
-    the owner record of an owned partition names another claim  give it up
-    a partition's owner is not there any more                   the least loaded broker claims it; any, after CLAIM_S
-    this broker has more partitions than others (`balance`)     release one: close its ledger, then free the claim
-    the topic of an owned partition was deleted                 give it up, then free the claim
-    the lease was lost                                          give everything up, join as a new incarnation
+    what the thread finds                                        what it does
+    an owned partition is not open, or its writer has stopped    open it
+    the owner record of an owned partition has another claim     give the partition up
+    the owner of a partition is not alive                        claim it if this broker has the least load, or after
+                                                                 CLAIM_S in any case
+    this broker has more partitions than another (`balance`)     release one: close its ledger, then free the claim
+    the topic of an owned partition was deleted                  give the partition up, then free the claim
+    this broker has lost its lease                               give all partitions up, join as a new incarnation
 
-A claim is a commit that names the broker's lease and expects the owner record and the topic's record as they were read,
-and that the last owner's key is gone. So of two brokers one gets the partition, a broker whose lease has ended gets
-none, a deleted topic gets no owner, and nobody takes a partition from a broker that may still answer reads (C4).
+A claim is a commit that names the broker's lease, and expects the owner record and the topic's record as they were read
+and the absence of the last owner's broker record. So only one of two brokers gets a partition, a broker with an expired
+lease gets none, a deleted topic gets no owner, and no partition is taken from a broker that may still answer reads
+(C4).
 
-A partition is released in this order: its ledger is closed, so that the next owner need not recover it; this broker
-stops to answer for it; the owner record is freed by a commit that expects the claim. The other way round, this broker
-could answer a read from its memory while the next owner has confirmed more already.
+A partition is released in this order: the broker closes the ledger, so that the next owner need not recover it; it
+stops serving the partition; it frees the owner record by a commit that expects the claim. If it freed the record first,
+it could answer a read from its memory while the next owner has already confirmed more entries.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ from pxrs.waiting import Subscribers, start_thread
 _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""How often the broker looks although nothing has changed."""
+"""Interval at which the thread compares although nothing has changed."""
 JOIN_TRIES_MAX: Final = 20
-"""How often a broker that starts takes a lease, if each ends before its record is written."""
+"""How often a starting broker takes a new lease because the last one expired before its record was written."""
 CLAIM_S: Final = 2.0
-"""How long a partition may be without an owner before any broker claims it."""
+"""How long a partition may have no owner before any broker claims it, not only the least loaded one."""
 RETRY_S: Final = 0.5
-"""How long to wait before a partition that could not be opened is tried again."""
+"""How long to wait before a partition that could not be opened is opened again."""
 
 
 class Ownership:
@@ -64,23 +66,23 @@ class Ownership:
         self._lock = threading.Lock()
         self._owned: dict[Place, OwnedPartition] = {}
         self._opening: dict[OwnedPartition, float] = {}
-        """Owned partitions that a thread opens, or before when they are not tried again (monotonic). Not by place: the
-        next incarnation does not wait for an opening of the last one."""
+        """By partition: when it may be opened again (monotonic); infinity while a thread is opening it. The key is the
+        object, not the place, so that the next incarnation does not wait for an opening of the last one."""
         self._orphans: dict[Place, float] = {}
-        """Since when a partition is seen without an owner."""
+        """By partition: when this broker first saw that it has no live owner (monotonic)."""
         self._releasing: Place | None = None
-        """The partition that is given to another broker. It is not claimed until that is done."""
+        """The partition that is being released to another broker; this broker does not claim it until that is done."""
         self._subscribers: dict[str, Subscribers] = {}
         self._wake = threading.Event()
         self._is_closed = False
         self._is_cut_off = False
-        """While this broker stops: the registry does not answer, so that nothing can be released."""
+        """Set while this broker stops if the registry does not answer, so that further releases are not tried."""
         self._pool = ToldPool(broker.settings.openings_max, "pxrs-opening")
         self._subscription = broker.view.subscribe(self._wake.set)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Join the cluster, then own partitions. Raises what the registry raises."""
+        """Join the cluster, then begin to claim partitions. Raises what the registry raises."""
         self._join()
         self._broker.news.record("broker.joined", **self._broker.membership.named())
         BROKER_PARTITIONS.watch(self, _states)
@@ -91,10 +93,10 @@ class Ownership:
             try:
                 self._broker.membership.join()
                 return
-            except LeaseExpired as error:  # the store took longer than the lease lives
+            except LeaseExpired as error:  # the registry was slower than the TTL of the lease
                 if not left:
                     raise
-                _logger.warning("the broker could not join the cluster, tried again: %s", error)
+                _logger.warning("the broker could not join the cluster, trying again: %s", error)
 
     def owned(self, topic_id: str, partition: int) -> OwnedPartition | None:
         return self._owned.get((topic_id, partition))
@@ -104,7 +106,7 @@ class Ownership:
             return dict(self._owned)
 
     def subscribers(self, topic_id: str) -> Subscribers:
-        """Those who wait for partitions of a topic here."""
+        """The subscribers to changes of a topic's partitions at this broker."""
         with self._lock:
             return self._subscribers.setdefault(topic_id, Subscribers())
 
@@ -124,9 +126,9 @@ class Ownership:
             except Closed:
                 return
             except PxrsError as error:
-                _logger.warning("ownership of partitions could not be looked at, tried again soon: %s", error)
+                _logger.warning("the ownership of partitions could not be updated, trying again soon: %s", error)
             except Exception:
-                _logger.exception("ownership of partitions could not be looked at, tried again soon")
+                _logger.exception("the ownership of partitions could not be updated, trying again soon")
 
     def _look(self, seen: Seen) -> None:
         me = self._broker.membership.incarnation
@@ -136,7 +138,7 @@ class Ownership:
             if place[0] not in topics:
                 self._give_up(place, TopicDeleted(partition.topic.topic.name, place[0], is_made_again=False))
                 continue
-            partition.topic = topics[place[0]][0]  # its settings may have been changed
+            partition.topic = topics[place[0]][0]  # the topic's settings may have changed
             if place == self._releasing:
                 continue
             if claim is not None and claim[0].broker != me and claim[0].epoch >= partition.epoch:
@@ -174,7 +176,7 @@ class Ownership:
             _logger.info("partition %d of the deleted topic %s was not released: %s", place[1], place[0], error)
 
     def _rebalance(self, seen: Seen, takers: set[str], topics: Iterable[tuple[TopicRecord, int]]) -> None:
-        """Release a partition to a broker that has fewer."""
+        """Begin to release a partition if another broker has fewer (`balance`)."""
         owners = {
             (topic.topic.id, number): seen.owners.get((topic.topic.id, number), (OwnerRecord(), 0))[0].broker
             for topic, _ in topics
@@ -192,18 +194,18 @@ class Ownership:
     def _hand_over(self, place: Place, partition: OwnedPartition) -> None:
         try:
             self._release(place, partition, "another broker has fewer partitions")
-            self._broker.view.refresh()  # before anything else is released
+            self._broker.view.refresh()  # so that the next decision to release sees this one
         except PxrsError as error:
-            # If the owner record still names this broker, the next look claims the partition again.
-            _logger.warning("partition %s was not released: %s", partition.name, error)
+            # If the owner record still names this broker, `_look` claims the partition again.
+            _logger.warning("partition %s could not be released: %s", partition.name, error)
         except Exception:
-            _logger.exception("partition %s was not released", partition.name)
+            _logger.exception("partition %s could not be released", partition.name)
         finally:
             self._releasing = None
             self._wake.set()
 
     def _release(self, place: Place, partition: OwnedPartition, why: str) -> None:
-        """Give a partition to the other brokers. Raises what the registry raises."""
+        """Close the ledger, stop serving, and free the claim. Raises what the registry raises."""
         began = time.monotonic()
         partition.close_ledger()
         self._give_up(place, PartitionMoved(f"{partition.name}: {why}"))
@@ -211,13 +213,13 @@ class Ownership:
         try:
             self._broker.registry.commit({key: claim.version}, {key: claim.owner.released().dump()})
         except Conflict:
-            return  # another broker has claimed it, or the topic is gone
+            return  # another broker has claimed it, or the topic was deleted
         _logger.info("released partition %s after %.3f s", partition.name, time.monotonic() - began)
 
     def _consider(
         self, place: Place, topic: TopicRecord, version: int, seen: Seen, candidates: dict[str, Candidate]
     ) -> None:
-        """Claim a partition if it has no living owner and falls to this broker."""
+        """Claim a partition if it has no live owner and this broker is the one that should claim it."""
         owner, owner_version = seen.owners.get(place, (OwnerRecord(), ABSENT))
         me = self._broker.membership.incarnation
         if place in self._owned or owner.is_deleted or place == self._releasing:
@@ -240,11 +242,11 @@ class Ownership:
         claimed = owner.claimed(membership.incarnation, membership.address)
         expected = {key: owner_version, records.topic_key(topic.topic.name): version}
         if owner.broker not in (NOBODY, membership.incarnation):
-            expected[records.broker_key(owner.broker)] = ABSENT  # while it lives, it answers reads by its lease (C4)
+            expected[records.broker_key(owner.broker)] = ABSENT  # while it is alive, it may answer reads (C4)
         try:
             versions = self._broker.registry.commit(expected, {key: claimed.dump()}, lease=lease)
         except (Conflict, LeaseExpired, OutcomeUnknown):
-            # What became of it is seen at the next look: a claim that landed names this incarnation.
+            # `_look` finds out from the records: if the claim succeeded, the owner record names this incarnation.
             self._broker.view.look_again()
             return
         self._orphans.pop(place, None)
@@ -258,7 +260,7 @@ class Ownership:
         self._begin(place, partition)
 
     def _begin(self, place: Place, partition: OwnedPartition) -> None:
-        """Open a partition on another thread, unless one does so already."""
+        """Open a partition on a thread of the pool, unless one is opening it."""
         with self._lock:
             if self._opening.get(partition, 0.0) > time.monotonic() or self._is_closed:
                 return
@@ -274,10 +276,10 @@ class Ownership:
             self._tell_opened(place, partition, time.monotonic() - began, has_recovered)
         except PxrsError as error:
             pause_s = RETRY_S
-            _logger.warning("partition %s could not be opened, tried again in %g s: %s", partition.name, pause_s, error)
+            _logger.warning("partition %s could not be opened, next try in %g s: %s", partition.name, pause_s, error)
         except Exception:
             pause_s = RETRY_S
-            _logger.exception("partition %s could not be opened, tried again in %g s", partition.name, pause_s)
+            _logger.exception("partition %s could not be opened, next try in %g s", partition.name, pause_s)
         finally:
             BROKER_OPENING.of("failed" if pause_s else "serving").observe(time.monotonic() - began)
             with self._lock:
@@ -313,7 +315,7 @@ class Ownership:
             self._give_up(place, why)
 
     def close(self) -> None:
-        """Release everything: other brokers take each partition as soon as its ledger is closed."""
+        """Release all partitions. Other brokers claim each one as soon as its ledger is closed."""
         self._is_closed = True
         self._wake.set()
         self._subscription.close()
@@ -323,7 +325,7 @@ class Ownership:
         try:
             self._broker.membership.tell_leaving()
         except PxrsError as error:
-            _logger.warning("other brokers were not told that this one is stopping: %s", error)
+            _logger.warning("the broker's record could not be marked as leaving: %s", error)
         with ToldPool(self._broker.settings.openings_max, "pxrs-releasing") as pool:
             for place, partition in self.partitions().items():
                 pool.submit(self._release_last, place, partition)
@@ -335,15 +337,15 @@ class Ownership:
         except PxrsError as error:
             self._is_cut_off = True
             _logger.warning(
-                "partition %s was not released; others take it when the lease ends: %s", partition.name, error
+                "partition %s could not be released; others claim it when the lease expires: %s", partition.name, error
             )
         except Exception:
-            _logger.exception("partition %s was not released", partition.name)
+            _logger.exception("partition %s could not be released", partition.name)
         finally:
             self._give_up(place, PartitionMoved(f"{partition.name}: the broker is stopping"))
 
 
 def _states(ownership: Ownership) -> list[tuple[tuple[str, ...], float]]:
-    """How many partitions are in each state, for the metrics."""
+    """The number of partitions in each state, for the metrics."""
     counts = Counter("serving" if each.why_not is None else "opening" for each in ownership.partitions().values())
     return [((state,), counts[state]) for state in ("serving", "opening")]

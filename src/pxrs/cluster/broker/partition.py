@@ -2,13 +2,16 @@
 
 | state | becomes | when |
 |---|---|---|
-| serving | stuck | an entry was not acknowledged in time, the writer was fenced, or a ledger could not be rolled |
-| stuck | serving | the broker has recovered its own ledger and opened the next one (`opening`), still under its claim |
-| serving, stuck | gone | the claim or the lease was lost, the topic deleted, the broker closed |
+| stuck | serving | `opening` has recovered the last ledger and begun the next one, under the same claim |
+| serving | stuck | an entry was not acknowledged in time, the writer stopped, or the next ledger could not be begun |
+| serving, stuck | gone | the claim or the lease was lost, the topic was deleted, or the broker stops |
 
-Offsets are given out before their entries are confirmed; readers see only what is confirmed (C4). An entry that failed
-keeps its offset: the partition takes no more appends until its ledger has been recovered. A retry of a batch that waits
-for its confirmation waits for the same one (`place` finds it among the producers), and is not stored again.
+A partition begins as stuck. A stuck partition refuses appends. It answers reads of confirmed entries, unless it is
+being opened for the first time.
+
+Offsets are assigned before their entries are confirmed; readers get only confirmed entries (C4). An entry that failed
+keeps its offset: the partition accepts no appends until its ledger has been recovered. A retry of a batch that is not
+confirmed yet is not stored again: `Producers.place` finds the batch, and the retry waits for the same confirmation.
 """
 
 from __future__ import annotations
@@ -52,13 +55,13 @@ from pxrs.waiting import Subscribers
 _logger = logging.getLogger(__name__)
 
 RECALLS_MAX: Final = 8
-"""How often an append reads what is stored, to tell whether its producers were forgotten. Each producer of one append
-may need a read; what is stored meanwhile is mostly in memory."""
+"""How often one append reads stored entries, to find out whether a producer unknown to `Producers` has stored batches
+here. Each producer of the append may need a read; entries that are stored in the meantime are mostly cached."""
 CLOSE_S: Final = 2.0
-"""How long a broker that stops waits for a ledger to be closed."""
+"""How long `close_ledger` waits for a ledger to be closed."""
 
 
-# Over the limit: the calls of TopicLog for one partition, and what opens and ends it, share one lock and its fields.
+# Over the limit: the calls of TopicLog for one partition, and its opening and closing, share one lock and its fields.
 class OwnedPartition:
     """Threads share it."""
 
@@ -83,25 +86,25 @@ class OwnedPartition:
         """The number of the first ledger that `trim` has not removed."""
         self._writer: LedgerShell | None = None
         self._index = LedgerIndex()
-        """Of the confirmed entries of the ledger that is written."""
+        """The confirmed entries of the ledger that is being written."""
         self._producers = Producers()
         self._pending: deque[Entry] = deque()
-        """Entries that are not confirmed, in order."""
+        """The unconfirmed entries, in order."""
         self._pending_bytes = 0
         self._next = 0
-        """The offset that the next message gets."""
+        """The offset of the next message that is appended."""
         self._end = 0
-        """The offset behind the last confirmed message."""
+        """The offset after the last confirmed message."""
         self._is_rolling = False
 
-    # The life of a partition.
+    # Opening and giving up.
 
     @property
     def epoch(self) -> int:
         return self.claim.owner.epoch
 
     def begin_next(self, base: int) -> LedgerShell:
-        """Create the next ledger, which begins at this offset, and its writer. Raises as `next_ledger`."""
+        """Create the next ledger, which begins at the offset `base`, and its writer. Raises as `next_ledger`."""
         begun = next_ledger(self._broker, self.topic, self.partition, self.claim, base)
         self.claim = begun.claim
         return LedgerShell(
@@ -110,8 +113,8 @@ class OwnedPartition:
 
     def _stopped(self, writer: LedgerShell, why: str) -> None:
         if writer is self._writer and self._stuck is None and self._gone is None:
-            _logger.warning("ledger %s: its writer has stopped: %s", writer.record.id, why)
-            self._stuck = PartitionUnavailable(self.name, f"its ledger is recovered, because the writer was {why}")
+            _logger.warning("ledger %s will be recovered, its writer stopped: %s", writer.record.id, why)
+            self._stuck = PartitionUnavailable(self.name, f"its ledger is being recovered, its writer stopped: {why}")
             self._drop_pending()
             self._changed.notify_all()
             self._broker.view.look_again()
@@ -134,9 +137,9 @@ class OwnedPartition:
         return next((record for record in closed if record.number >= first and record.abandoned), None)
 
     def serve(self, opened: Opened) -> None:
-        """Serve what was opened, unless it was given up meanwhile."""
+        """Serve what was opened, unless the partition was given up in the meantime."""
         with self.lock:
-            if self._gone is not None:  # while it was opened
+            if self._gone is not None:  # it was given up while it was being opened
                 opened.writer.stop()
                 return
             self._generation += 1
@@ -148,7 +151,7 @@ class OwnedPartition:
             if base < self._end:
                 self._tell_lost(base, opened.chain)
             if base != self._end or self._generation == 1:
-                self._recent.forget()  # entries that readers must get from nodes lie between
+                self._recent.forget()  # recovered entries are not cached, and the cache must have no gap
             self._next = self._end = base
             self._begin_ledger(opened.writer)
             self._stuck = None
@@ -171,7 +174,7 @@ class OwnedPartition:
         )
 
     def _begin_ledger(self, writer: LedgerShell) -> None:
-        """Under the lock: append to this ledger from now on. Its first entry is the producers' state (C3)."""
+        """Under the lock: append to this ledger from now on. Entry 0 is the producers' state (C3)."""
         self._writer, self._index = writer, LedgerIndex()
         self._producers.forget_silent(self._broker.clock.wall_time_us() / 1e6 - SILENT_S_MAX)
         entry = state_entry(self._producers, self._next, self._broker.clock.wall_time_us())
@@ -191,7 +194,7 @@ class OwnedPartition:
         self._broker.room.give_back(dropped)
 
     def give_up(self, why: PxrsError) -> None:
-        """Serve nothing any more: the claim is lost, or the topic is gone."""
+        """Stop serving the partition for good. why: the error that further calls raise."""
         with self.lock:
             self._gone = self._gone or why
             writer, self._writer = self._writer, None
@@ -208,19 +211,20 @@ class OwnedPartition:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether new entries get fewer copies than the topic asks for, because there are too few storage nodes."""
+        """Whether new entries get fewer than Qw copies, because there are too few storage nodes."""
         writer = self._writer
         return writer is not None and writer.is_degraded
 
     @property
     def why_not(self) -> PxrsError | None:
-        """Why it does not serve now; None if it does."""
+        """Why the partition does not serve now; None if it does."""
         return self._gone or self._stuck
 
     def get_stuck(self, why: str, generation: int | None = None) -> None:
-        """The writer has stopped: appends fail until the ledger is recovered. May be called again.
+        """Stop the writer. Appends fail until the ledger is recovered. Idempotent.
 
-        generation: that of the writer; nothing happens if a later one has been opened already."""
+        generation: the generation that the caller has used; if the partition was opened again since, nothing
+        happens."""
         with self.lock:
             if generation not in (None, self._generation):
                 return
@@ -238,8 +242,8 @@ class OwnedPartition:
             raise fresh(self._gone)
 
     def _check(self) -> None:
-        """Raise an error if this broker may not answer reads (C4): its lease may have ended, and another broker may
-        have taken the partition and confirmed more."""
+        """Raise an error if this broker may not answer reads (C4). If its lease has expired, another broker may have
+        claimed the partition and confirmed more entries."""
         self.check_kept()
         if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
@@ -248,11 +252,11 @@ class OwnedPartition:
 
     @property
     def chain(self) -> Sequence[LedgerRecord]:
-        """The closed ledgers: another object after each change."""
+        """The closed ledgers. Each change replaces the list, so that callers can compare it by identity."""
         return self._chain
 
     def repaired(self, record: LedgerRecord) -> None:
-        """The record of a closed ledger has changed: other nodes have its copies now."""
+        """A repair has changed the record of a closed ledger: other nodes have its copies now."""
         with self.lock:
             self._chain = [record if each.number == record.number else each for each in self._chain]
 
@@ -279,7 +283,7 @@ class OwnedPartition:
             kept = self._recent.read(offset, max_bytes)
             if kept is None:
                 record, index = self._ledger_at(offset)
-                if index is not None:  # entries are added to it
+                if index is not None:  # under the lock: the writer's confirmations add entries to this index
                     first, last = index.span(offset, max_bytes)
         if kept is not None:
             return within(kept, offset, max_bytes)
@@ -288,17 +292,18 @@ class OwnedPartition:
         found = self._broker.reader.entries(record, first, last, max_bytes, self.place)
         with self.lock:
             self._check()
-            if offset < self._start:  # it was trimmed meanwhile
+            if offset < self._start:  # retention has removed it during the read
                 raise OffsetTrimmed(self.name, offset, self._start)
         return within((frame for entry in found for frame in entry.frames), offset, max_bytes)
 
     def _ledger_at(self, offset: int) -> tuple[LedgerRecord, LedgerIndex | None]:
-        """The ledger that has this offset, and its index if it is the one that is written. Under the lock."""
+        """The ledger that contains this offset, and its index if it is the ledger that is being written. Under the
+        lock."""
         if self._writer is not None and offset >= self._writer.record.base:
             return self._writer.record, self._index
         at = bisect_right([record.base for record in self._chain], offset) - 1
         while self._chain[at].end == self._chain[at].base and at + 1 < len(self._chain):
-            at += 1  # empty ones
+            at += 1  # skip ledgers without messages
         return self._chain[at], None
 
     def offset_at(self, timestamp: int) -> int:
@@ -323,7 +328,8 @@ class OwnedPartition:
     # Appending.
 
     def begin(self, batches: Sequence[Append]) -> Ticket | list[Outcome]:
-        """Give the batches offsets and send them to the nodes. Returns the outcomes at once if they are refused."""
+        """Assign offsets to the batches and send them to the nodes. Returns a ticket for `wait`, or the outcomes if the
+        batches are refused."""
         recalled: dict[int, Recalled] = {}
         try:
             for _ in range(RECALLS_MAX):
@@ -331,15 +337,15 @@ class OwnedPartition:
                     return self._place_in_room(batches, recalled)
                 except Unread as unread:
                     recalled[unread.since] = unread.read(self._broker.reader, self.place)
-            raise PartitionUnavailable(self.name, "more is stored all the time than can be searched for the producer")
+            raise PartitionUnavailable(self.name, "the search for a producer's batches did not finish: try again")
         except (UnknownProducer, SequenceGap) as error:
             return [NotStored(named(error, self.name))] * len(batches)
         except AppendFailed as error:
             return [NotStored(error)] * len(batches)
 
     def _place_in_room(self, batches: Sequence[Append], recalled: dict[int, Recalled]) -> Ticket:
-        """Wait until this partition and the broker have room, then place the batches. Raises PartitionMoved,
-        PartitionUnavailable, what `_place` raises."""
+        """Wait until the writer and the broker can accept an entry, then place the batches. Begin the next ledger if
+        this one is full. Raises PartitionMoved, PartitionUnavailable, what `_place` raises."""
         until = time.monotonic() + self._broker.settings.append_s
         room, size = self._broker.room, sum(batch.payload.frame_bytes for batch in batches)
         while True:
@@ -367,7 +373,7 @@ class OwnedPartition:
             if not self._is_rolling and self._pending_bytes < self._broker.settings.pending_bytes_max:
                 return
             if not self._changed.wait(until - time.monotonic()):
-                raise PartitionUnavailable(self.name, "earlier appends are not acknowledged yet")
+                raise PartitionUnavailable(self.name, "too many earlier appends are not acknowledged by storage nodes")
 
     def _place(self, batches: Sequence[Append], recalled: dict[int, Recalled]) -> Ticket:
         now = self._broker.clock.wall_time_us()
@@ -376,7 +382,8 @@ class OwnedPartition:
         incoming = self._producers.recall(incoming, self._next, since, now / 1e6)
         placed = self._producers.place(incoming, self._next)
         new = [(batch, at.offset) for batch, at in zip(batches, placed, strict=True) if at.is_new]
-        # Entries are confirmed as wholes: a batch is confirmed if its first row is. A duplicate may have other rows.
+        # An entry is confirmed as a whole, so a batch is confirmed if its first row is. A duplicate may have another
+        # length.
         needed = max(at.offset for at in placed) + 1
         if new:
             assert self._writer is not None
@@ -387,14 +394,14 @@ class OwnedPartition:
                 self._producers.note(batch.origin, offset, now / 1e6)
             try:
                 self._writer.append(entry)
-            except Exception:  # some nodes may have the entry: only recovery can tell
+            except Exception:  # some nodes may have the entry: only a recovery can find out
                 _logger.exception("%s: an entry could not be sent", self.name)
                 self.get_stuck("an entry could not be sent to the storage nodes")
         return Ticket(placed, needed, self._generation, time.monotonic())
 
     def _origins_since(self, since: int, recalled: dict[int, Recalled]) -> Origins | None:
-        """The origins of the batches from this offset on, for `Producers.recall`; None if some are not there any more.
-        Called under the lock. Raises Unread."""
+        """The origins of the batches from this offset on, for `Producers.recall`; None if retention has removed some of
+        them. Called under the lock. Raises Unread if they must be read from storage nodes first."""
         if since < self._start:
             return None
         known = recalled.get(since)
@@ -410,7 +417,7 @@ class OwnedPartition:
         return [*known.origins, *(each for entry in (*confirmed, *self._pending) for each in entry.origins(self.place))]
 
     def wait(self, ticket: Ticket) -> list[Outcome]:
-        """The outcomes of an append, once they are known."""
+        """Wait for the outcomes of an append."""
         until = ticket.began_at + self._broker.settings.append_s
         with self.lock:
             while ticket.needed > self._end and ticket.generation == self._generation:
@@ -420,14 +427,14 @@ class OwnedPartition:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not
         if why is None:
-            self.get_stuck("an append was not acknowledged in time by enough storage nodes", ticket.generation)
+            self.get_stuck("too few storage nodes acknowledged an append in time", ticket.generation)
         unknown = AppendUnknown(
-            f"{self.name}: {why or 'no acknowledgement of enough storage nodes came in time'}; the batch may be stored"
+            f"{self.name}: {why or 'too few storage nodes acknowledged the entry in time'}; the batch may be stored"
         )
         return [MaybeStored(unknown)] * len(ticket.placed)
 
     def _confirmed(self, writer: LedgerShell, count: int) -> None:
-        """The first so many pending entries are confirmed. Called by the writer, under the lock."""
+        """The first `count` pending entries are confirmed. The writer calls this under the lock."""
         if writer is not self._writer:
             return
         before = self._pending_bytes
@@ -445,14 +452,14 @@ class OwnedPartition:
     # Rolling: the next ledger begins.
 
     def _is_full(self) -> bool:
-        """Under the lock: whether the next entry belongs into another ledger."""
+        """Under the lock: whether the next entry should go to a new ledger."""
         assert self._writer is not None
-        if len(self._index) + len(self._pending) < 2:  # it has no messages yet
+        if len(self._index) + len(self._pending) < 2:  # the ledger has no messages yet
             return False
         return self._writer.is_full(self.topic.topic)
 
     def _roll(self) -> None:
-        """Under the lock: close this ledger and begin the next one, on another thread."""
+        """Under the lock: have another thread close this ledger and begin the next one."""
         self._is_rolling = True
         self._broker.rollers.submit(self._roll_apart, self._generation)
 
@@ -460,12 +467,12 @@ class OwnedPartition:
         with self.lock:
             full = self._writer
             if full is None or generation != self._generation or self._stuck is not None:
-                return  # it was given up or recovered meanwhile, or is about to be
+                return  # given up or recovered in the meantime, or about to be recovered
         try:
             closed = full.close(time.monotonic() + self._broker.settings.append_s)
             assert closed.end is not None
             writer = self.begin_next(closed.end)
-        except Exception as error:  # noqa: BLE001 - the partition is opened again, which reports what is wrong
+        except Exception as error:  # noqa: BLE001 - opening the partition again reports the problem
             self.get_stuck(f"the next ledger could not be begun: {error}", generation)
             return
         with self.lock:
@@ -477,8 +484,8 @@ class OwnedPartition:
             self._changed.notify_all()
 
     def tend(self, live: Collection[str]) -> None:
-        """Have the writer use nodes that have come. Begin the next ledger if this one lacks copies, although nobody
-        appends: only closed ledgers get them back. live: the nodes that are there, or may come back soon."""
+        """Offer new storage nodes to the writer, and begin the next ledger if this one lacks copies, whether or not
+        clients append: only closed ledgers are repaired. `Repairs` calls this. live: as for `LedgerShell.is_short`."""
         with self.lock:
             if self._writer is None or self.why_not is not None or self._is_rolling:
                 return
@@ -487,7 +494,7 @@ class OwnedPartition:
                 self._roll()
 
     def close_ledger(self) -> None:
-        """Close the ledger before the partition is given up: the next owner need not recover it."""
+        """Close the ledger before the partition is released, so that the next owner need not recover it."""
         with self.lock:
             self._changed.wait_for(lambda: not self._is_rolling or self.why_not is not None, CLOSE_S)
             writer = self._writer if self._stuck is None and not self._is_rolling else None
@@ -496,14 +503,14 @@ class OwnedPartition:
             try:
                 writer.close(time.monotonic() + CLOSE_S)
             except PxrsError as error:
-                _logger.info("%s: %s; the next owner recovers it", self.name, error)
+                _logger.info("%s: %s; the next owner will recover the ledger", self.name, error)
 
     # Retention.
 
     def expired(self, now: int, unread: int | None) -> int | None:
-        """The start that the partition may get by the topic's retention; None if nothing may be removed.
+        """The new start of the partition according to the topic's retention; None if nothing may be removed.
 
-        unread: from this offset on everything is kept."""
+        unread: everything from this offset on is kept; None if there is no such bound."""
         with self.lock:
             self._check()
             chain, index, end = list(self._chain), self._index, self._end
@@ -513,8 +520,8 @@ class OwnedPartition:
         return start if start > self._start else None
 
     def trim(self, start: int) -> int | None:
-        """Remove the ledgers that end at this offset or before it; the new start, None if it did not move. Raises
-        PartitionMoved, PartitionUnavailable, what the registry raises."""
+        """Remove the ledgers that end at or before the offset `start`. Returns the new start; None if nothing was
+        removed. Raises PartitionMoved, PartitionUnavailable, and what the registry raises."""
         with self.lock:
             self._check()
             if start >= self._end and self._index.stored_at is not None and not self._pending and not self._is_rolling:
@@ -525,7 +532,7 @@ class OwnedPartition:
                     break
             if self.why_not is not None:
                 raise fresh(self.why_not)
-            if not len(self._index):  # the producers' state is not yet in the ledger that stays (C3)
+            if not len(self._index):  # entry 0, the producers' state, of the remaining ledger is not confirmed (C3)
                 return None
             gone = [record for record in self._chain if (record.end or 0) <= start]
         for numbers in remove_ledgers(self._broker, lambda: self.claim, gone):

@@ -1,4 +1,4 @@
-"""Threads for work whose result nobody waits for."""
+"""A thread pool for work whose result nobody waits for."""
 
 from __future__ import annotations
 

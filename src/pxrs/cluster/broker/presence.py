@@ -1,4 +1,5 @@
-"""Pure: which storage nodes are there, which may come back soon, and which are lost. Time is an argument."""
+"""Pure: which storage nodes are alive, away for a short time, or lost (away for longer than a grace period). Time is an
+argument."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from typing import NamedTuple
 
 
 class News(NamedTuple):
-    """What a look has found out."""
+    """The result of `Presence.look`."""
 
     live: frozenset[str]
-    """The nodes that are alive or have not been away for long, without those that were retired."""
+    """The nodes that are alive or have been away for less than the grace period, without retired ones."""
     lost: tuple[tuple[str, float], ...]
-    """Nodes that were seen alive and are now lost, with the seconds since then. Each is told once."""
+    """Nodes that were alive at an earlier call and are lost now, with the seconds that they have been away. Each is
+    returned once per absence."""
     returned: tuple[tuple[str, float], ...]
-    """Nodes that were told to be lost and are alive again, with the seconds that they were away."""
+    """Nodes that an earlier call returned in `lost` and that are alive again, with the seconds that they were away."""
 
 
 class Presence:
@@ -23,14 +25,16 @@ class Presence:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._away: dict[str, float] = {}
-        """Since when a node is seen to be away, on the clock of `look`."""
+        """By node: when it was first seen to be away, on the clock of `look`."""
         self._seen: set[str] = set()
-        """The nodes that were alive at some look. One that was away before this process began is no news."""
+        """The nodes that were alive at some call. A node that has been away since this process began is not
+        reported."""
         self._lost: set[str] = set()
 
     def look(self, alive: Iterable[str], retired: Collection[str], known: Iterable[str], now: float) -> News:
-        """alive: the nodes that the registry says are alive. known: all nodes that the registry has a record of; what
-        has none never comes back. now: in seconds, on any clock that does not go back."""
+        """Compare the current nodes with those of the last call. alive: the nodes with a key `cluster/alive/`. retired:
+        the retired nodes. known: all nodes with a record; a node without one never comes back. now: seconds of a
+        monotonic clock."""
         present = frozenset(alive)
         returned = tuple((node, now - self._away[node]) for node in sorted(present & self._lost))
         self._lost -= present

@@ -1,4 +1,4 @@
-"""Reads entries of closed ledgers, and confirmed entries of open ones, from storage nodes."""
+"""Reads confirmed entries of ledgers from storage nodes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pxrs.cluster.links import EntryRead, NodeLink
 from pxrs.errors import LedgerFenced, NodeUnreachable, ReadFailed, WrongNode
 
 INDEXES_MAX: Final = 64
-"""The indexes of so many closed ledgers are kept."""
+"""Maximum number of closed ledgers whose index is cached."""
 AVOIDED_S: Final = 10.0
-"""For so long after a failure a node is asked only if no other one has the entries: a node that hangs costs one timeout
-of its link, and not one for each read."""
+"""For how long after a failure a node is asked last, so that a node that hangs costs one timeout of its link, not one
+for each read."""
 PAGE: Final = 10_000
-"""How many entries of an index are asked for at a time."""
+"""How many entries of an index are requested at a time."""
 _FAILURES: Final = (NodeUnreachable, WrongNode, LedgerFenced)
 
 Links = Callable[[str], NodeLink]
@@ -39,7 +39,7 @@ class LedgerReader:
         self._indexes: OrderedDict[str, LedgerIndex] = OrderedDict()
         self._fetched = FetchedEntries()
         self._avoided: dict[str, float] = {}
-        """Nodes that did not answer, and until when they are asked last (monotonic)."""
+        """By node that did not answer: until when it is asked last (monotonic)."""
 
     def index(self, record: LedgerRecord) -> LedgerIndex:
         """The index of a closed ledger. Raises ReadFailed."""
@@ -57,7 +57,7 @@ class LedgerReader:
         return index
 
     def index_upto(self, record: LedgerRecord, last: int) -> LedgerIndex:
-        """The index of the entries up to this one, all of which the ledger has. Raises ReadFailed."""
+        """The index of the entries 0 to `last`, all of which the ledger has. Raises ReadFailed."""
         found: dict[int, Indexed] = {}
         errors: list[str] = []
         for node in self._nodes(record):
@@ -87,7 +87,7 @@ class LedgerReader:
                 return
 
     def entries(self, record: LedgerRecord, first: int, last: int, max_bytes: int, place: int) -> list[Entry]:
-        """The entries from `first` on and up to `last`, about `max_bytes` of them and at least one.
+        """The entries from `first` to `last`; fewer, about `max_bytes`, if the first of them are cached.
 
         place: the partition's `place_id`. Raises ReadFailed, DamagedFrame."""
         found = self._fetched.get(record.id, first, max_bytes)
@@ -99,8 +99,8 @@ class LedgerReader:
         return found
 
     def read(self, record: LedgerRecord, first: int, last: int, *, heads: bool = False) -> Iterator[EntryRead]:
-        """The entries from `first` to `last`, in order; heads: with the headers of their frames instead of their bytes.
-        Raises ReadFailed if no node that answers has one of them."""
+        """The entries from `first` to `last`, in order. heads: read the headers of their frames instead of their bytes.
+        Raises ReadFailed if an entry cannot be read from any of its nodes."""
         found: dict[int, EntryRead] = {}
         errors: list[str] = []
         entry = first
@@ -124,8 +124,8 @@ class LedgerReader:
                 raise _unreadable(record, entry, errors)
 
     def _nodes(self, record: LedgerRecord, entry: int = 0) -> list[str]:
-        """The nodes that have entries of the ledger, those of this entry first, and those that did not answer last.
-        Ledgers begin with different ones."""
+        """The nodes of the ledger: first those of this entry, beginning with a different one for each ledger, then the
+        others; nodes that did not answer lately come last."""
         nodes = [node for _, node in record.nodes_of(entry) if node is not None]
         turn = record.number % len(nodes) if nodes else 0
         others = sorted(record.named - set(nodes))
@@ -142,13 +142,13 @@ class LedgerReader:
 
 
 def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFailed:
-    why = "; ".join(errors) or "every node answers that it does not have it"
+    why = "; ".join(errors) or "every node answers that it does not have the entry"
     return ReadFailed(
-        f"entry {entry} of ledger {record.id} cannot be read from any node that has a copy: {why}. `pxrs cluster "
+        f"entry {entry} of ledger {record.id} could be read from none of its storage nodes: {why}. `pxrs cluster "
         "status` shows which nodes are away"
     )
 
 
 def body_of(read: EntryRead) -> pa.Buffer:
-    """The bytes of an entry that was read."""
+    """The body of an entry that was read, as an Arrow buffer."""
     return pa.py_buffer(read.body)

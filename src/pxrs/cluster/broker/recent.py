@@ -1,4 +1,4 @@
-"""The entries that were confirmed last, in memory: most readers are near the end, and need no storage node (P4)."""
+"""A cache of the most recently confirmed entries. Most readers read near the end, and need no storage node (P4)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pxrs.cluster.broker.entries import Entry, Frame
 
 
 class Recent:
-    """What is kept for all partitions of a broker together, at most `bytes_max`. Threads share it."""
+    """The entries of all partitions of a broker, at most `bytes_max` in total. Threads share it."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._order: deque[RecentEntries] = deque()
-        """The partition of each entry, the oldest entry of all first."""
+        """The partition of each cached entry, in the order in which the entries were added."""
         self._bytes = 0
 
     def partition(self) -> RecentEntries:
@@ -32,7 +32,7 @@ class Recent:
                 self._drop_first(self._order.popleft())
 
     def _drop_first(self, kept: RecentEntries) -> None:
-        if kept.dropped < len(kept.entries):  # else the partition was forgotten
+        if kept.dropped < len(kept.entries):  # otherwise `forget` has dropped the partition's entries
             gone = kept.entries[kept.dropped]
             assert gone is not None
             self._bytes -= gone.size
@@ -76,26 +76,26 @@ class Recent:
 
 
 class RecentEntries:
-    """Those of one partition: consecutive entries up to the end of the partition."""
+    """The cached entries of one partition: consecutive entries up to its end."""
 
     def __init__(self, all_of_them: Recent) -> None:
         self._all = all_of_them
         self.offsets: list[int] = []
         self.entries: list[Entry | None] = []
         self.dropped = 0
-        """How many at the beginning of both lists were dropped."""
+        """How many entries at the beginning of both lists were dropped from the cache."""
 
     def add(self, entry: Entry) -> None:
-        """The next entry of the partition."""
+        """Add the next entry of the partition."""
         self._all._add(self, entry)
 
     def read(self, offset: int, max_bytes: int) -> list[Frame] | None:
-        """The frames from the entry on that holds this offset, about `max_bytes` of them; None if it is not kept here
-        any more. The offset must be before the end of the partition."""
+        """The frames from the entry that contains this offset on, about `max_bytes`; None if that entry is not cached.
+        The offset must be before the end of the partition."""
         return self._all._read(self, offset, max_bytes)
 
     def entries_from(self, offset: int) -> list[Entry] | None:
-        """All entries from the one on that begins at this offset; None if they are not all kept any more."""
+        """All entries from the one that begins at this offset on; None if that entry is not cached."""
         return self._all._entries_from(self, offset)
 
     def forget(self) -> None:

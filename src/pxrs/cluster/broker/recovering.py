@@ -1,4 +1,4 @@
-"""Recovers one ledger: performs what `pxrs.cluster.recovery` decides. Runs on the caller's thread."""
+"""Recovers one ledger: performs the actions of `pxrs.cluster.recovery.Recovery`. Runs on the caller's thread."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from pxrs.metrics.instruments import BROKER_RECOVERY
 _logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.5
-"""How long to wait for an answer before everything that is unanswered is asked again."""
+"""How long to wait for an answer before all unanswered requests are repeated."""
 CALL_S: Final = 2.0
-"""How long one node may take to answer."""
+"""How long a node may take to answer one request."""
 
 Step = Callable[[], list[RecoveryAction]]
 
@@ -66,11 +66,11 @@ class Recoverer:
         self._core = Recovery(record, version, epoch, abandoned=nodes)
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
-        """Answers, from any thread, to be passed to the core by this one."""
+        """Calls of the core's methods, queued by other threads when answers arrive, and made by the thread in `run`."""
 
     def run(self) -> Closed:
-        """Raises PartitionUnavailable if too few nodes answer in time, or if somebody else has changed the record; what
-        `check` raises."""
+        """Recover the ledger. Raises PartitionUnavailable if too few nodes answer within `recovery_s`, or if another
+        process has changed the record; what `check` raises."""
         began, outcome = time.monotonic(), "failed"
         try:
             closed = self._run()
@@ -90,27 +90,27 @@ class Recoverer:
             except queue.Empty:
                 if time.monotonic() > until:
                     raise PartitionUnavailable(
-                        f"ledger {self._ledger}", "its recovery got no answer from enough storage nodes"
+                        f"ledger {self._ledger}", "too few storage nodes answered its recovery"
                     ) from None
                 if self._decided != abandonment_of(self._broker.registry, self._core.record):
                     raise PartitionUnavailable(
-                        f"ledger {self._ledger}", "an operator has decided to go on without nodes; it is begun again"
+                        f"ledger {self._ledger}", "an operator has abandoned nodes; the recovery begins again"
                     ) from None
                 self._core.offer(self._broker.spares(self._topic, self._core.record.named))
                 step = self._core.retry
             self._do(step())
         if isinstance(self._core.stopped, Stopped):
-            raise PartitionUnavailable(f"ledger {self._ledger}", f"its recovery has ended: {self._core.stopped.why}")
+            raise PartitionUnavailable(f"ledger {self._ledger}", f"its recovery stopped: {self._core.stopped.why}")
         if self._decided is not None:
             self._note_used(self._decided)
         return self._core.stopped
 
     def _note_used(self, decided: Abandonment) -> None:
-        """The decision was carried out, and the ledger's record names the nodes for ever."""
+        """Delete the decision, which is carried out: the ledger's record lists the abandoned nodes."""
         record = self._core.record
         _logger.warning(
-            "ledger %s was closed at offset %s without the storage nodes %s, as %s has decided: acknowledged messages "
-            "behind it may be lost",
+            "ledger %s was closed at offset %s without the storage nodes %s, as %s decided: acknowledged messages "
+            "after this offset may be lost",
             record.id,
             record.end,
             ", ".join(decided.nodes),
@@ -120,7 +120,7 @@ class Recoverer:
             self._broker.registry.commit(delete=[abandoned_key(record.name)])
         except PxrsError as error:
             _logger.info(
-                "the decision about ledger %s is left in the registry, where it does no harm: %s", record.id, error
+                "the used decision about ledger %s stays in the registry, where it does no harm: %s", record.id, error
             )
 
     def _do(self, actions: Iterable[RecoveryAction]) -> None:
@@ -138,12 +138,12 @@ class Recoverer:
                 case Measure(last):
                     self._broker.crew.submit(self._measure, last)
                 case NeedSpares() | Closed() | Stopped():
-                    pass  # spares are offered with each retry; the others are in `stopped`
+                    pass  # `run` offers spares with each retry, and reads the outcome from `stopped`
         for (node, number), group in groupby(sorted(reads), lambda read: (read.node, read.recovery)):
             entries = [read.entry for read in group]
             self._broker.crew.submit(self._read, node, number, entries)
 
-    # On threads of the crew.
+    # On threads of `Broker.crew`.
 
     def _tell(self, step: Callable[..., list[RecoveryAction]], *arguments: object, **named: object) -> None:
         self._steps.put(functools.partial(step, *arguments, **named))
@@ -175,7 +175,7 @@ class Recoverer:
             for each in found:
                 if each.entry not in wanted:
                     continue
-                if each.error is not None:  # it is there, and cannot be read: neither a copy nor "no such entry"
+                if each.error is not None:  # the node has the entry but cannot read it: counts neither for nor against
                     self._tell(self._core.failed, node)
                 elif each.head is None:
                     self._tell(self._core.missing, node, each.entry)
@@ -207,9 +207,9 @@ class Recoverer:
             index = self._broker.reader.index_upto(self._core.record, last)
         except PxrsError as error:
             _logger.info("recovery of ledger %s: %s", self._ledger, error)
-            if self._core.record.abandoned:  # some entries are lost, and how long they were is not known
+            if self._core.record.abandoned:  # some entries are lost, and their length is unknown
                 self._tell(self._core.measured, 0)
-            return  # asked again by `retry`
+            return  # `retry` asks again
         self._tell(self._core.measured, index.bytes)
 
     def _commit(self, change: Change) -> None:
@@ -226,7 +226,7 @@ class Recoverer:
             record = None if found is None else LedgerRecord.parse(found.key, found.value)
             self._tell(self._core.conflicted, record, 0 if found is None else found.version)
         except (OutcomeUnknown, RegistryUnavailable) as error:
-            _logger.warning("the record of ledger %s was not written, tried again: %s", self._ledger, error)
+            _logger.warning("the record of ledger %s may not be written, trying again: %s", self._ledger, error)
             time.sleep(RETRY_S)
             self._tell(self._core.unknown)
         else:

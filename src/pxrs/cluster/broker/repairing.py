@@ -1,11 +1,12 @@
-"""Gives one closed ledger its copies back: performs what `pxrs.cluster.copies.Repair` decides, on the caller's thread.
+"""Repairs one closed ledger: performs the actions of `pxrs.cluster.copies.Repair`, on the caller's thread.
 
-Every commit expects the ledger's record, so of two repairs of one ledger only one goes on, and a ledger that was
-removed meanwhile stays removed. A commit on a ledger of a partition also expects the claim of this broker on the
-partition (`PartitionLedgers`).
+Every commit expects the version of the ledger's record. So of two repairs of one ledger only one goes on, and a repair
+cannot restore the record of a ledger that was removed. A commit on a ledger of a partition also expects the version of
+this broker's claim on the partition (`PartitionLedgers`), so only the owner can repair it.
 
-Entries are read from a node that has them and added to the node that lacks them. At most HELD_BYTES_MAX are on the way
-to the target, so that the adds of writers, which share the link, are not refused because of a repair.
+Entries are read from a node that has them and added to the node that lacks them. At most about HELD_BYTES_MAX of them
+are unacknowledged, so that a repair does not use up the limit of the link (`unanswered_bytes_max`), which writers
+share.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from pxrs.metrics.instruments import BROKER_COPIED, BROKER_COPIED_ENTRIES
 _logger = logging.getLogger(__name__)
 
 CALL_S: Final = 10.0
-"""How long one node may take to answer."""
+"""How long a node may take to answer one request."""
 ANSWER_S: Final = 60.0
-"""How long a repair waits for the answer to an add. The link has time limits of its own, which are shorter."""
+"""How long a repair waits for an answer to an add. The timeout of the link is shorter."""
 PAGE: Final = 10_000
-"""How many entries of an index are asked for at a time."""
+"""How many entries of an index are requested at a time."""
 READ_BYTES: Final = 4 << 20
-"""How much is read at a time."""
+"""How many bytes are read at a time."""
 HELD_BYTES_MAX: Final = 16 << 20
-"""How many bytes may be sent and not answered before more is read."""
+"""Number of unacknowledged bytes beyond which no more entries are sent."""
 
 Step = Callable[[], list[Action]]
 
@@ -109,15 +110,15 @@ class Repairer:
         live: Collection[str],
         spares: Iterable[str],
     ) -> None:
-        """record, version: as the registry has it now. live, spares: as for `Repair`."""
+        """record, version: the current record in the registry. live, spares: as for `Repair`."""
         self._broker, self._owner, self._live = broker, owner, live
         self._core = Repair(record, version, live, spares)
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
-        """Answers, from any thread, to be passed to the core by this one."""
+        """Calls of the core's methods, queued by other threads when answers arrive, and made by the thread in `run`."""
         self._room = threading.Condition()
         self._held = 0
-        """How many bytes are sent and not answered. `_room` guards it."""
+        """The number of unacknowledged bytes. `_room` guards it."""
         self._is_stopped = False
         self.copied_bytes = 0
         self.problem: str | None = None
@@ -125,7 +126,7 @@ class Repairer:
 
     @property
     def record(self) -> LedgerRecord:
-        """As this repair has last seen it committed."""
+        """The record as this repair has last committed or read it."""
         return self._core.record
 
     @property
@@ -133,7 +134,7 @@ class Repairer:
         return self._core.copied_entries
 
     def stop(self) -> None:
-        """End `run` soon. For another thread."""
+        """Make `run` return soon. Called by other threads."""
         self._is_stopped = True
         self._steps.put(list)
 
@@ -148,7 +149,7 @@ class Repairer:
                 return Ended("the broker is stopping, or another one repairs the ledger now")
 
     def _answers(self) -> Iterator[Step]:
-        """The next answer, and those that have come with it."""
+        """Wait for the next queued call, and return it with all that are queued."""
         try:
             yield self._steps.get(timeout=ANSWER_S)
             while True:
@@ -201,7 +202,7 @@ class Repairer:
         return self._core.listed(node, found)
 
     def _copy(self, run: list[CopyEntry]) -> None:
-        """Copy entries that follow each other and have the same sources."""
+        """Copy consecutive entries that have the same sources."""
         wanted = {each.entry: each for each in run}
         for source in sorted(run[0].sources, key=lambda node: (node not in self._live, node)):
             if not wanted:
@@ -214,7 +215,7 @@ class Repairer:
             self._steps.put(functools.partial(self._core.lost, entry))
 
     def _read(self, source: str, first: int, last: int) -> Iterator[EntryRead]:
-        """The entries that the source has."""
+        """The entries from `first` to `last` that the source has and can read."""
         while first <= last:
             try:
                 found = self._broker.links(source).read(self._ledger, first, last, READ_BYTES, timeout_s=CALL_S)
@@ -259,7 +260,7 @@ class Repairer:
 
 
 def _runs(copies: list[CopyEntry]) -> Iterator[list[CopyEntry]]:
-    """The copies in groups: entries that follow each other, with the same sources."""
+    """The copies, grouped into consecutive entries with the same sources."""
     run: list[CopyEntry] = []
     for copy in sorted(copies, key=lambda each: each.entry):
         if run and (copy.entry != run[-1].entry + 1 or {*copy.sources} != {*run[0].sources}):

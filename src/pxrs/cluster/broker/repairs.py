@@ -1,22 +1,22 @@
-"""Keeps every ledger of the partitions that this broker owns at its number of copies (P6), and its share of the ledgers
-that have rows of Spark's tasks (`staged_copies`).
+"""Creates missing copies of the ledgers of this broker's partitions again (P6), and of its share of the ledgers with
+rows of Spark's tasks (`staged_copies`).
 
-One thread looks, every LOOK_S and after each change of the registry that concerns nodes:
+One thread checks the ledgers every LOOK_S, and after each change of the nodes in the registry:
 
-    what is seen                                                       what is done
-    the open ledger has an empty position, and a node has come         the writer gets the node
-    the open ledger has lost copies, or a node of it is lost           it is closed, and the next one begun
-    a closed ledger lacks copies, and there is a node to take them     it is repaired, the worst ones first
-    a closed ledger was never checked (a recovery has closed it)       it is checked, which is a repair too
+    what the thread finds                                          what it does
+    the open ledger has an empty position, and there is a spare    offer the spare to the writer
+    the open ledger lacks copies, or one of its nodes is lost      close it and begin the next one
+    a closed ledger lacks copies, and there is a spare             repair it, those with the fewest live nodes first
+    a closed ledger was not checked since a recovery closed it     check it, which is a repair too
 
 Ledgers of staged rows that are not closed are left to their writers; one whose writer has died is removed by its age.
 
-A node is lost when it was away for longer than `copies_grace_s`, or was retired. A repair that fails is tried again
-after a pause that grows; what it has copied is found by the next one. The next owner of a partition begins anew with
-what the records say.
+A node is lost when it has been away for longer than `copies_grace_s`, or was retired. A failed repair is repeated after
+a growing pause; the next repair finds the entries that were copied. If the partition gets another owner, that broker
+continues from the records in the registry.
 
-The same thread of one broker, the one whose incarnation sorts first, records which nodes are lost and return, and what
-operators have decided.
+In the broker whose incarnation sorts first, the same thread also records events about lost and returned nodes, and the
+decisions of operators.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ STAGED: Final = "staged"
 LOOK_S: Final = 1.0
 PAUSE_S: Final = 1.0
 PAUSE_S_MAX: Final = 60.0
-"""The pause after a repair that failed, at first and at most."""
+"""The first and the longest pause after a failed repair."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What the repairs of this broker have done since its start."""
+    """The totals of this broker's repairs since its start."""
 
     repaired: int = 0
-    """Ledgers that were put in order, or found in order."""
+    """Repairs that have finished, whether or not entries had to be copied."""
     failed: int = 0
-    """Repairs that ended before that; the ledger is tried again."""
+    """Repairs that have failed; they are repeated."""
     copied_entries: int = 0
     copied_bytes: int = 0
     failed_at: float = 0.0
@@ -70,10 +70,10 @@ class Counts:
 
 
 class _Try(NamedTuple):
-    """A repair that has ended without putting the ledger in order."""
+    """A repair after which the ledger still lacks copies."""
 
     until: float
-    """Not tried again before, on the monotonic clock, unless the nodes have changed."""
+    """When it is repeated (monotonic), or earlier if the live nodes change."""
     live: frozenset[str]
     pause_s: float
 
@@ -87,13 +87,14 @@ class Repairs:
         self._presence = Presence(broker.settings.copies_grace_s)
         self._lock = threading.Lock()
         self._jobs: dict[str, Repairer | None] = {}
-        """By ledger: the repairs that are under way; None while one begins."""
+        """By ledger: the repairs that are under way; None until the repair has read the ledger's record."""
         self._tries: dict[str, _Try] = {}
         self._short: dict[Place, tuple[object, frozenset[str], list[LedgerRecord]]] = {}
-        """By partition: the chain and the live nodes that were looked at, and the ledgers that lack copies."""
+        """By partition: the chain and the live nodes that were checked last, and the closed ledgers that need a
+        repair."""
         self._staged = StagedLedgers(broker)
         self._short_staged = 0
-        """How many ledgers of staged rows lack copies, as last seen."""
+        """How many ledgers of staged rows lacked copies at the last check."""
         self.counts = Counts()
         self._wake = threading.Event()
         self._is_closed = False
@@ -109,7 +110,8 @@ class Repairs:
 
     @property
     def short(self) -> dict[str, int]:
-        """How many closed ledgers that this broker is to repair lack copies, as last seen, by what they belong to."""
+        """The number of closed ledgers that this broker is to repair and that lacked copies at the last check, by what
+        they belong to."""
         with self._lock:
             return {
                 PARTITION: sum(len(records) for _, _, records in self._short.values()),
@@ -139,9 +141,9 @@ class Repairs:
             except Closed:
                 return
             except PxrsError as error:
-                _logger.warning("the copies of ledgers could not be looked at, tried again soon: %s", error)
+                _logger.warning("the copies of ledgers could not be checked, trying again soon: %s", error)
             except Exception:
-                _logger.exception("the copies of ledgers could not be looked at, tried again soon")
+                _logger.exception("the copies of ledgers could not be checked, trying again soon")
 
     def _look(self) -> None:
         partitions = self._ownership.partitions()
@@ -169,7 +171,7 @@ class Repairs:
     def _live(self) -> frozenset[str]:
         seen = self._broker.view.seen
         news = self._presence.look(seen.alive, seen.retired, seen.nodes, time.monotonic())
-        if self._broker.membership.incarnation == min(seen.brokers, default=""):  # one broker records it
+        if self._broker.membership.incarnation == min(seen.brokers, default=""):  # only one broker records these events
             self._decisions.look()
             for node, away_s in news.lost:
                 self._recorder.record("node.lost", node=node, seconds=round(away_s, 1))
@@ -180,8 +182,8 @@ class Repairs:
     def _lacking(
         self, partitions: dict[Place, OwnedPartition], live: frozenset[str]
     ) -> Iterator[tuple[Ledgers, LedgerRecord]]:
-        """The closed ledgers of partitions that lack copies. A partition whose chain is the same as before, with the
-        same nodes, is not looked through again."""
+        """The closed ledgers of partitions that need a repair. The result of the last check is reused for a partition
+        if neither its chain nor the live nodes have changed."""
         with self._lock:
             before = self._short
         after = {}
@@ -230,10 +232,10 @@ class Repairs:
             self._tell(owner, record, repairer, ended, time.monotonic() - began)
         except PxrsError as error:
             self._count_failure()
-            _logger.warning("ledger %s could not be repaired, tried again later: %s", ledger, error)
+            _logger.warning("ledger %s could not be repaired, trying again later: %s", ledger, error)
         except Exception:
             self._count_failure()
-            _logger.exception("ledger %s could not be repaired, tried again later", ledger)
+            _logger.exception("ledger %s could not be repaired, trying again later", ledger)
         finally:
             with self._lock:
                 self._jobs.pop(ledger, None)
@@ -259,7 +261,7 @@ class Repairs:
         if isinstance(ended, Ended):
             self._count_failure()
             _logger.warning(
-                "ledger %s lacks copies, and its repair ended after %d entries: %s%s; it is tried again",
+                "ledger %s lacks copies, and its repair failed after %d copied entries: %s%s; it will be repeated",
                 before.id,
                 entries,
                 ended.why,
@@ -281,7 +283,7 @@ class Repairs:
             )
 
     def close(self) -> None:
-        """Repairs that are under way end soon. What they have copied stays."""
+        """Stop the thread and the repairs that are under way. Entries that were copied stay."""
         with self._lock:
             self._is_closed = True
             jobs = [job for job in self._jobs.values() if job is not None]

@@ -11,11 +11,11 @@ from pxrs.model import Topic
 
 
 class Piece(NamedTuple):
-    """A ledger, as retention sees it."""
+    """The properties of a ledger on which retention depends."""
 
     end: int
     stored_at: int
-    """When its last message was stored, in microseconds since 1970."""
+    """When the last message was stored, in microseconds since 1970."""
     size: int
 
     @classmethod
@@ -26,11 +26,12 @@ class Piece(NamedTuple):
 def keep_from(
     topic: Topic, start: int, closed: Sequence[Piece], last: Piece | None, now: int, unread: int | None
 ) -> int:
-    """The first offset to keep: whole ledgers are removed, the oldest first, while they are too old or while there are
-    too many bytes.
+    """The first offset to keep. Whole ledgers are removed, the oldest first, while they are too old or the partition
+    has too many bytes.
 
-    start: of the partition now. closed: the closed ledgers, in order. last: the one that is written, if it has
-    messages; it is removed only by its age. unread: from this offset on everything is kept, unless it is None."""
+    start: the current start of the partition. closed: the closed ledgers, in order. last: the ledger that is being
+    written, if it has messages; it is removed only because of its age. unread: everything from this offset on is kept;
+    None if there is no such bound."""
     pieces = [*closed, *(() if last is None else (last,))]
     times = [piece.stored_at for piece in pieces]
     total = sum(piece.size for piece in pieces)

@@ -1,8 +1,8 @@
-"""Puts a broker together: its view of the cluster, its partitions, its log, and the hub that a server stands before.
+"""Creates the parts of a broker: its view of the cluster, its partitions, its log, and the hub that the server serves.
 
-Order of the start: the registry is read, the hub is made, the server listens, and only then the broker joins the
-cluster, because its record names the address. Order of the stop: ledgers are closed and the lease ends, so that other
-brokers take the partitions at once; then the rest.
+Start: read the registry, create the hub, let the server listen, and only then join the cluster, because the broker's
+record contains the address. Stop: close the ledgers and end the lease, so that other brokers claim the partitions at
+once; then close the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pxrs.remote.client.routes import Peers
 from pxrs.remote.client.settings import Settings
 
 CREW_MAX: Final = 64
-"""How many threads of a broker wait for storage nodes, other brokers or the registry."""
+"""Maximum number of threads in `Broker.crew`."""
 
 
 class RunningBroker:
@@ -46,7 +46,7 @@ class RunningBroker:
         lease_ttl: float = LEASE_TTL_DEFAULT,
         clock: Clock = SYSTEM,
     ) -> None:
-        """links, peers: how storage nodes and other brokers are reached: time limits, tokens, TLS."""
+        """links, peers: the timeouts, tokens and TLS settings for storage nodes and for other brokers."""
         settings, links = settings or BrokerSettings(), links or LinkSettings()
         self._cluster = cluster_id(registry)
         self._view = View(registry)
@@ -84,13 +84,14 @@ class RunningBroker:
             self._crew.submit(session.close)
 
     def join(self, address: str) -> None:
-        """Take part: own partitions, and be found under this address, host and port."""
+        """Join the cluster and begin to claim partitions. address: host and port under which others reach this
+        broker."""
         self._membership.address = address
         self.ownership.start()
         self.repairs.start()
 
     def leave(self) -> None:
-        """Give every partition to the other brokers."""
+        """Release all partitions and leave the cluster."""
         self.repairs.close()
         count = len(self.ownership.partitions())
         self.broker.news.record("broker.left", **self._membership.named(), partitions=count)
@@ -98,7 +99,8 @@ class RunningBroker:
         self._membership.close()
 
     def close(self) -> None:
-        """After `leave`, and after the server has ended. Closes the hub, and with it the registry."""
+        """Close the hub, the registry and all connections. Call this after `leave`, and after the server has
+        stopped."""
         self.hub.close()
         self._peers_kept.close()
         self._view.close()

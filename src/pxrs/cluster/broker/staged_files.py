@@ -1,4 +1,4 @@
-"""A staged file as a broker writes it and reads it: one ledger (`pxrs.cluster.staged`)."""
+"""Writes and reads a staged file, which is one ledger (`pxrs.cluster.staged`)."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from pxrs.registry.contract import ABSENT
 _logger = logging.getLogger(__name__)
 
 PENDING_BYTES_MAX: Final = 16 << 20
-"""How many bytes of one file may wait for acknowledgements. A broker may receive many files at a time."""
+"""Maximum number of unacknowledged bytes of one file. It is small because a broker may receive many files at a time."""
 SPREAD_S: Final = 0.5
-"""How long a finished file waits for nodes beyond those that make it durable."""
+"""How long `finish` waits for the acknowledgements of all nodes, although Qa of them are enough."""
 LOOK_S: Final = 0.005
-"""How often it looks meanwhile."""
+"""Interval at which `finish` checks for these acknowledgements."""
 TRIES_MAX: Final = 3
-"""How often an entry is read with the ledger's record read anew: copies may have moved to other nodes meanwhile."""
+"""How often an entry is read, each time with the current record of the ledger: the copies may have moved."""
 
 
 class LedgerFile(NewFile):
-    """A staged file that is being written. One thread at a time uses it."""
+    """A staged file that is being written. Not thread-safe."""
 
     def __init__(self, broker: Broker, topic: TopicRecord, name: StagedName, now: float) -> None:
-        """Make the records of the file and of its ledger. now: in seconds since 1970. Raises NotEnoughNodes, and what
+        """Create the records of the file and of its ledger. now: in seconds since 1970. Raises NotEnoughNodes, and what
         the registry raises."""
         self._broker, self.name = broker, name
         nodes = chosen_nodes(broker, topic)
@@ -53,15 +53,15 @@ class LedgerFile(NewFile):
         )
         self._rows = 0
         self._is_ended = False
-        """It was finished, or discarded."""
+        """Whether the file was finished or discarded."""
         self._changed = threading.Condition()
-        """Its lock guards the fields below, and the writer."""
+        """The lock of this condition variable guards the fields below, and the writer."""
         self._pending: deque[int] = deque()
-        """The sizes of the entries that are not confirmed."""
+        """The sizes of the unconfirmed entries, in order."""
         self.pending_bytes = 0
-        """The sum of them."""
+        """The sum of `_pending`."""
         self._stopped: str | None = None
-        """Why the writer has ended; None if it has not, or has closed the ledger."""
+        """Why the writer has stopped; None if it has not, or has closed the ledger."""
         self._writer = LedgerShell(
             broker, topic, record, versions[record.key], self._changed, self._confirmed, self._on_stopped
         )
@@ -82,7 +82,7 @@ class LedgerFile(NewFile):
     def finish(self) -> Staged:
         with self._changed:
             self._check()
-            # A ledger that is closed before its last node has answered is shown as one whose copies nobody has checked.
+            # A ledger that is closed before all its nodes have answered is not `is_complete`, and status reports it.
             until = time.monotonic() + SPREAD_S
             while not self._writer.is_everywhere and self._stopped is None and time.monotonic() < until:
                 self._changed.wait(LOOK_S)
@@ -94,7 +94,7 @@ class LedgerFile(NewFile):
             is_there = self._broker.registry.get(self.name.key) is not None
             if is_there and closed_ledger(self._broker, self.name) is None:
                 raise
-            # If it is gone, another driver has published the batch, and removed the file.
+            # If the record is gone, another driver has published the batch and removed the file.
         self._is_ended = True
         return Staged(self.name.file, self._rows)
 
@@ -106,8 +106,8 @@ class LedgerFile(NewFile):
         record = self._writer.record
         try:
             self._broker.registry.commit(delete=[self.name.key, record.key])
-        except PxrsError as error:  # not raised: the caller has an error of its own
-            _logger.warning("the staged file %s stays until it is swept: %s", self.name.file, error)
+        except PxrsError as error:  # not raised: the caller is handling another error
+            _logger.warning("the staged file %s could not be removed; a sweep removes it: %s", self.name.file, error)
 
     # Under the lock.
 
@@ -118,12 +118,13 @@ class LedgerFile(NewFile):
 
     def _check(self) -> None:
         if self._is_ended:
-            raise ValueError(f"the staged file {self.name.file} is finished, or was discarded")
+            raise ValueError(f"the staged file {self.name.file} was finished or discarded")
         if self._stopped is not None:
             raise PartitionUnavailable(f"the staged file {self.name.file}", f"its writer has stopped: {self._stopped}")
 
     def _wait_for_room(self) -> None:
-        """Raises PartitionUnavailable if the nodes acknowledge nothing for too long."""
+        """Wait until fewer than PENDING_BYTES_MAX bytes are unacknowledged. Raises PartitionUnavailable if the nodes
+        acknowledge nothing for `append_s`."""
         self._check()
         while self.pending_bytes >= PENDING_BYTES_MAX:
             waiting = self.pending_bytes
@@ -146,7 +147,7 @@ class LedgerFile(NewFile):
 
 
 def closed_ledger(broker: Broker, name: StagedName) -> LedgerRecord | None:
-    """The ledger of a finished file; None if the file is gone, or was never finished."""
+    """The ledger of a finished file; None if the file was removed or never finished."""
     entry = broker.registry.get(name.key)
     if entry is None:
         return None
@@ -156,8 +157,8 @@ def closed_ledger(broker: Broker, name: StagedName) -> LedgerRecord | None:
 
 
 def read_file(broker: Broker, name: StagedName) -> Iterator[Piece]:
-    """The pieces of a file, in their order. Raises FileNotFoundError if the file is gone or was never finished,
-    BatchRefused if an entry is none of a staged file, ReadFailed if no node that answers has an entry."""
+    """The pieces of a file, in order. Raises FileNotFoundError if the file was removed or never finished, BatchRefused
+    if an entry is not a piece of a staged file, ReadFailed if an entry can be read from no node."""
     entry, tries = 1, 0
     while True:
         record = closed_ledger(broker, name)

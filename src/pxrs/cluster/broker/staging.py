@@ -1,8 +1,8 @@
-"""Staging in a cluster: rows of Spark's tasks, in ledgers on storage nodes (K1, K5).
+"""Staging in a cluster: stores rows of Spark's tasks in ledgers on storage nodes (K1, K5).
 
-Everything is in the registry and on the storage nodes (`pxrs.cluster.staged`), nothing in a broker: any broker
-finishes, reads, publishes or removes what was staged through another one. A file whose broker died before the file was
-finished is never named by a manifest; `sweep` removes it.
+All state is in the registry and on storage nodes (`pxrs.cluster.staged`), none in a broker. So any broker can read,
+publish or remove what was staged through another one. If a broker fails while it receives a file, the file is never
+finished and no manifest names it; `sweep` removes it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from pxrs.registry.contract import ABSENT, Entry
 _logger = logging.getLogger(__name__)
 
 ORPHAN_S: Final = 86_400.0
-"""How old a batch of staged files is at least before a sweep removes it."""
+"""The age at which `sweep` removes a batch of staged files that no manifest needs."""
 OLD_FEED_S: Final = 30 * 86_400.0
-"""The age at which a feed is removed; see `directory.py`."""
+"""The age at which `sweep` removes a feed; see `publishing/staging/directory.py`."""
 APPEND_BYTES_MAX: Final = 32 << 20
-"""How many bytes of pieces are in memory at a time while a batch is published."""
+"""How many bytes of pieces are in memory while a batch is published."""
 PUBLISH_S: Final = 60.0
-"""For how long a batch is appended again because the outcome of an append is unknown."""
+"""For how long `publish` repeats an append whose outcome is unknown."""
 PAUSE_S: Final = 0.1
-"""How long to wait before that."""
+"""How long `publish` waits before it repeats an append."""
 DELETED_AT_ONCE: Final = 50
-"""How many keys one commit removes at most."""
+"""Maximum number of keys that one commit removes. It is even, so that a file and its ledger are removed together."""
 
 
 class ClusterStaging(StagingStore):
@@ -55,7 +55,8 @@ class ClusterStaging(StagingStore):
         self._broker, self._registry = broker, broker.registry
 
     def check_writable(self) -> None:
-        """A broker may always stage. That too few nodes are there is told when a file is begun: some may come back."""
+        """A broker can always stage. Too few storage nodes are reported when a file is begun, because nodes may come
+        back."""
 
     # Feeds.
 
@@ -95,8 +96,9 @@ class ClusterStaging(StagingStore):
             yield from read_file(self._broker, StagedName(topic.id, query, batch, file))
 
     def publish(self, topic: TopicLog, query: str, batch: int, files: Sequence[str], ends: Sequence[int]) -> None:
-        """A broker that owns a partition of the topic may end meanwhile. Then it is not known whether some pieces are
-        stored, and all of them are appended once more: those that are stored are not stored again."""
+        """Append all pieces of the files to the topic. If the owner of a partition fails in between, it is not known
+        which pieces are stored, and all of them are appended again; those that are stored are recognised as
+        duplicates."""
         until = time.monotonic() + PUBLISH_S
         while True:
             pieces = self.pieces(topic.topic, query, batch, files)
@@ -110,7 +112,7 @@ class ClusterStaging(StagingStore):
                 time.sleep(PAUSE_S)
 
     def make_durable(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
-        """The entries of a closed ledger are synced on as many nodes as the topic's `ack_quorum` says."""
+        """Whether all files are finished: the entries of a closed ledger are synced on at least `ack_quorum` nodes."""
         return all(closed_ledger(self._broker, StagedName(topic, query, batch, file)) is not None for file in files)
 
     # Removing.
@@ -125,7 +127,7 @@ class ClusterStaging(StagingStore):
         self._clear_feeds(query_of_writer(query), batch + 1)
 
     def forget_query(self, topic: str, query: str) -> None:
-        """Nothing is kept for the next batch of a query."""
+        """Nothing to do: no state is kept between the batches of a query."""
 
     def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
         now = time.time() if now is None else now
@@ -141,12 +143,12 @@ class ClusterStaging(StagingStore):
                 self._delete(key for key, _ in found)
 
     def _remove(self, files: Iterable[Entry]) -> None:
-        """Remove files, each together with the record of its ledger."""
+        """Remove the records of files, each in one commit with the record of its ledger."""
         pairs = ((entry.key, StagedFile.parse(entry.key, entry.value).ledger_key) for entry in files)
         self._delete(key for pair in pairs for key in pair)
 
     def _delete(self, keys: Iterable[str]) -> None:
-        # An even number, so that a file and its ledger are removed in the same commit.
+        # DELETED_AT_ONCE is even, so that a file and its ledger are removed in the same commit.
         left = iter(keys)
         while some := list(islice(left, DELETED_AT_ONCE)):
             self._registry.commit(delete=some)
@@ -156,16 +158,16 @@ class ClusterStaging(StagingStore):
     def keep_topic(self, topic: str) -> None:
         key = staged.kept_key(topic)
         try:
-            with contextlib.suppress(Conflict):  # it is kept already
+            with contextlib.suppress(Conflict):  # the key exists
                 self._registry.commit({key: ABSENT}, {key: KeptTopic(time.time()).dump()})
         except PxrsError as error:
             _logger.warning(
-                "what is staged for topic %s may not be removed when the topic is deleted: %s", topic, error
+                "files that are staged for topic %s may not be removed when the topic is deleted: %s", topic, error
             )
 
     def topics(self) -> list[str]:
         kept = {entry.key.removeprefix(staged.KEPT) for entry in self._registry.scan(staged.KEPT)}
-        # A file may have been begun while `forget_topic` ran.
+        # A file may have been begun while `forget_topic` ran, which then removed only the key of the topic.
         return sorted(kept | {StagedName.of_key(entry.key).topic for entry in self._registry.scan(staged.STAGED)})
 
     def changed_at(self, topic: str) -> float:

@@ -1,6 +1,6 @@
 """The partitions of a topic that this broker owns: see `pxrs.log.contract.TopicLog`.
 
-`log.ClusterLog` puts a `RoutedTopic` before it, which asks other brokers for the partitions that they own.
+`log.ClusterTopic` is a `RoutedTopic` in front of it, which forwards calls for other partitions to their owners.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OwnedTopic(TopicLog):
                 if self._partition(number).bounds().end != offset:
                     found.append(number)
             except PartitionMoved:
-                found.append(number)  # `read` raises it, for this partition alone
+                found.append(number)  # reported as readable, so that `read` raises the error for this partition only
         return found
 
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
@@ -73,13 +73,13 @@ class OwnedTopic(TopicLog):
             by_partition.setdefault(append.partition, []).append(append)
         begun: dict[int, tuple[OwnedPartition, Ticket] | list[Outcome]] = {}
         for number, batches in by_partition.items():
-            # From here on nothing is raised: partitions before this one may have stored their batches.
+            # Errors become outcomes from here on, because other partitions may have stored their batches already.
             try:
                 partition = self._partition(number)
                 ticket = partition.begin(batches)
             except (AppendFailed, UnknownTopic) as error:
                 begun[number] = [NotStored(error)] * len(batches)
-            except PxrsError as error:  # such as ReadFailed: what is needed to tell a retry cannot be read
+            except PxrsError as error:  # such as ReadFailed: the entries needed to recognise a duplicate cannot be read
                 failed = AppendFailed(f"{self.name}/{number}: {error}; nothing was stored")
                 begun[number] = [NotStored(failed)] * len(batches)
             else:

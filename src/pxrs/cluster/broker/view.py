@@ -1,7 +1,7 @@
-"""The cluster as one process sees it: brokers, storage nodes, topics, owners. One thread follows the registry.
+"""A copy in memory of the cluster's records: brokers, storage nodes, topics, owners. One thread keeps it up to date.
 
-What is seen may be old. It decides what is tried next, never what is true: every step is a commit that expects what it
-relies on.
+The copy may be out of date. A broker uses it only to decide what to try; every change is a commit that expects the
+versions of the records on which the decision relies.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from pxrs.waiting import Callback, Subscribers, Subscription, start_thread
 _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
-"""After so many seconds without a change the registry is read all the same."""
+"""Interval at which the registry is read although the watch has reported no change."""
 PAUSE_S: Final = 0.5
-"""How long to wait after a failure."""
+"""How long to wait after a failed read of the registry."""
 
 T = TypeVar("T")
 Place = tuple[str, int]
-"""The id of a topic, and a partition of it."""
+"""The id of a topic, and the number of a partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was read. Each part is of one scan; the parts are not of one moment."""
+    """The records that were read. Each field is the result of one scan; the scans run one after the other."""
 
     brokers: Mapping[str, BrokerRecord] = field(default_factory=dict)
     alive: Mapping[str, AliveNode] = field(default_factory=dict)
     topics: Mapping[str, tuple[TopicRecord, int]] = field(default_factory=dict)
-    """By name: the record, and its version."""
+    """By name: the record and its version."""
     owners: Mapping[Place, tuple[OwnerRecord, int]] = field(default_factory=dict)
-    """The record, and its version."""
+    """By partition: the record and its version."""
     nodes: frozenset[str] = frozenset()
-    """All storage nodes that the registry knows, whether they are alive or not."""
+    """All storage nodes that have a record, whether they are alive or not."""
     retired: frozenset[str] = frozenset()
-    """Those that an operator has retired."""
+    """The nodes that an operator has retired."""
 
     @property
     def takers(self) -> dict[str, AliveNode]:
-        """The storage nodes that may get copies, as far as the registry knows."""
+        """The live storage nodes that are not retired."""
         return {node: alive for node, alive in self.alive.items() if node not in self.retired}
 
 
 class View:
-    """Follows the registry on a thread of its own, from `start` to `close`. Threads share it."""
+    """Reads the registry on a thread of its own, from `start` to `close`. Threads share it."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -66,14 +66,14 @@ class View:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Read once, then follow. Raises what the registry raises."""
+        """Read the records once, then start the thread. Raises what the registry raises."""
         self.refresh()
         self._thread = start_thread(self._follow, "pxrs-cluster-view")
 
     def refresh(self) -> Seen:
-        """Read everything now."""
+        """Read all records now, and call the subscribers if something has changed. Raises what the registry raises."""
         with self._lock:
-            # Not watched: every node writes its record now and then. A change is seen after LOOK_S at the latest.
+            # Node records are not watched, because every node writes its record regularly; LOOK_S bounds the delay.
             nodes = self._scan(records.NODES, NodeRecord.parse)
             seen = Seen(
                 self._scan(records.BROKERS, BrokerRecord.parse),
@@ -94,12 +94,12 @@ class View:
         return seen
 
     def look_again(self) -> None:
-        """Have the thread read again soon, and call the subscribers although nothing may have changed."""
+        """Have the thread read the records again now, and call the subscribers even if nothing has changed."""
         self._is_asked = True
         self._watch.wake()
 
     def subscribe(self, callback: Callback) -> Subscription:
-        """Call the callback after each change of `seen`, on the thread that has read it."""
+        """Call the callback after each change of `seen`, on the thread that read the records."""
         return self._subscribers.add((), callback)
 
     def _scan(self, prefix: str, load: Callable[[str, bytes], T]) -> dict[str, T]:
@@ -121,10 +121,10 @@ class View:
             except Closed:
                 return
             except PxrsError as error:
-                _logger.warning("the registry cannot be read, and is tried again in %g s: %s", PAUSE_S, error)
+                _logger.warning("the registry could not be read, trying again in %g s: %s", PAUSE_S, error)
                 time.sleep(PAUSE_S)
             except Exception:
-                _logger.exception("the registry cannot be read, and is tried again in %g s", PAUSE_S)
+                _logger.exception("the registry could not be read, trying again in %g s", PAUSE_S)
                 time.sleep(PAUSE_S)
 
     def close(self) -> None:

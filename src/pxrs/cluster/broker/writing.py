@@ -1,7 +1,7 @@
-"""Writes one ledger: performs what `pxrs.cluster.replication` decides.
+"""Writes one ledger: performs the actions of `pxrs.cluster.replication.LedgerWriter`.
 
-The partition's lock guards the writer. Answers of nodes come on the threads of their links, outcomes of commits on
-threads of the broker's crew; both take the lock.
+The partition's lock guards the writer. Answers of nodes arrive on the threads of their links, and outcomes of commits
+on threads of the broker's pool `Broker.crew`; both take the lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pxrs.model import Topic
 _logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.2
-"""How long to wait before a commit that was not answered is made again."""
+"""How long to wait before a commit with an unknown outcome is repeated."""
 
 
 def head_of(entry: Entry) -> EntryHead:
@@ -48,7 +48,7 @@ def head_of(entry: Entry) -> EntryHead:
 
 
 class LedgerShell:
-    """One ledger that this broker writes. The caller of every method but `close` holds the lock."""
+    """One ledger that this broker writes. The caller holds the partition's lock, except in `close`."""
 
     def __init__(
         self,
@@ -60,30 +60,30 @@ class LedgerShell:
         on_confirmed: Callable[[LedgerShell, int], None],
         on_stopped: Callable[[LedgerShell, str], None],
     ) -> None:
-        """changed: the condition of the partition, with its lock. on_confirmed: is given how many further entries are
-        confirmed; on_stopped: why the writer has ended, unless the ledger was closed. Both are called under the
-        lock."""
+        """changed: the partition's condition variable, whose lock guards the writer. on_confirmed: called with the
+        number of entries that were newly confirmed. on_stopped: called with the reason when the writer has stopped
+        without closing the ledger. Both are called under the lock."""
         self._broker, self._topic, self._changed = broker, topic, changed
         self._on_confirmed, self._on_stopped = on_confirmed, on_stopped
         self._core = LedgerWriter(record, version)
         self._entries: dict[int, tuple[Entry, EntryHead]] = {}
-        """Those that not every node has."""
+        """By number: the entries that not all of their nodes have acknowledged."""
         self._confirmed = -1
         self._sent_at: deque[float] = deque()
-        """When each entry that is not confirmed was sent (monotonic)."""
+        """When each unconfirmed entry was sent (monotonic), in order."""
         self._failed: set[int] = set()
-        """The tenures of nodes that have failed."""
+        """The tenures (`Send.tenure`) whose node has failed, so that each failure is reported once."""
         BROKER_DEGRADED.watch(self, lambda shell: [((), shell.is_degraded and not shell.is_stopped)])
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
         self._tell_empty()
 
     def _tell_empty(self) -> None:
-        """Say so if a position of the ledger has no node."""
+        """Log a warning if a position of the ledger has no node."""
         nodes = self.record.fragments[-1].nodes
         if None in nodes and not self.record.is_closed:
             _logger.warning(
-                "ledger %s is degraded: there are only %d storage nodes for its %d positions, until more are started",
+                "ledger %s is degraded: only %d storage nodes are available for its %d positions; start more nodes",
                 self.record.id,
                 sum(node is not None for node in nodes),
                 len(nodes),
@@ -98,15 +98,16 @@ class LedgerShell:
         return self._core.is_degraded
 
     def is_short(self, live: Collection[str]) -> bool:
-        """Whether entries lack a copy that only a closed ledger gets back, or will soon: a node is gone that nothing
-        was sent to since. live: the nodes that are there, or may come back soon."""
+        """Whether entries lack a copy, so that the ledger should be closed: only closed ledgers are repaired. A node
+        that is not in `live` counts as lost, although the writer has not noticed because it has sent nothing since.
+        live: the nodes that are alive, or have been away for less than `copies_grace_s`."""
         gone = {node for fragment in self.record.fragments for node in fragment.nodes if node is not None} - {*live}
         return self._core.should_roll or bool(gone)
 
     def is_full(self, topic: Topic) -> bool:
-        """Whether the next entry belongs into another ledger."""
+        """Whether the next entry should go to a new ledger: this one is too large or too old, or lacks copies."""
         age_us = self._broker.clock.wall_time_us() - self.began_at
-        # Below 0: the clock was ahead when it began.
+        # A negative age means that the clock was set back; the ledger counts as old.
         is_old = topic.segment_age_s is not None and not 0 <= age_us < topic.segment_age_s * 1e6
         return self.size >= topic.segment_bytes or is_old or self._core.should_roll
 
@@ -116,7 +117,7 @@ class LedgerShell:
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether every node has every entry that it is to have."""
+        """Whether every node has acknowledged all its entries."""
         return not self._entries
 
     def append(self, entry: Entry) -> None:
@@ -128,7 +129,7 @@ class LedgerShell:
         self._do(self._core.append(head))
 
     def offer_spares(self) -> None:
-        """Nodes may have come: fill empty positions."""
+        """If a position is empty, offer the available nodes to the writer."""
         if self._core.is_degraded and not self.is_stopped:
             self._do(self._core.offer(self._spares(self.record.named)))
 
@@ -136,7 +137,8 @@ class LedgerShell:
         self._do(self._core.stop("stopped"))
 
     def close(self, until: float) -> LedgerRecord:
-        """Close the ledger, once every entry is confirmed. Without the lock. Raises PartitionUnavailable."""
+        """Close the ledger when every entry is confirmed. until: the deadline (monotonic). The caller does not hold the
+        lock. Raises PartitionUnavailable."""
         with self._changed:
             self._do(self._core.close())
             while self._core.stopped is None:
@@ -204,12 +206,12 @@ class LedgerShell:
         ]
 
     def _spares(self, without: set[str]) -> list[str]:
-        """The nodes that may be used, the best first. The function that chooses may be a user's: if it fails, the
-        ledger goes on without a spare."""
+        """The spares, the best first. The placement function may be a user's: if it fails, the writer continues without
+        a spare."""
         try:
             return self._broker.spares(self._topic, without)
         except Exception:
-            _logger.exception("ledger %s: no storage node could be chosen", self.record.id)
+            _logger.exception("ledger %s: the placement function failed, so no spare can be used", self.record.id)
             return []
 
     # On other threads.
@@ -246,11 +248,11 @@ class LedgerShell:
                 record = None if found is None else LedgerRecord.parse(found.key, found.value)
                 step = functools.partial(self._core.conflicted, record, 0 if found is None else found.version)
         except (OutcomeUnknown, RegistryUnavailable) as error:
-            _logger.warning("the record of ledger %s was not written, tried again: %s", self.record.id, error)
+            _logger.warning("the record of ledger %s may not be written, trying again: %s", self.record.id, error)
             time.sleep(RETRY_S)
             step = self._core.unknown
         except Exception as error:
-            _logger.exception("the record of ledger %s cannot be written", self.record.id)
+            _logger.exception("the record of ledger %s could not be written; its writer stops", self.record.id)
             step = functools.partial(self._core.stop, str(error))
         with self._changed:
             before = self.record

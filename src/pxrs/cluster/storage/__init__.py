@@ -1,1 +1,1 @@
-"""A storage node: one journal for the entries of all its ledgers, fences, and the removal of garbage."""
+"""A storage node: stores the entries of all its ledgers in one journal, fences ledgers, and removes garbage."""

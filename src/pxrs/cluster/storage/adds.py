@@ -1,12 +1,12 @@
 """`DoPut` of a storage node: a stream of adds from one broker.
 
-Messages are received, checked and handed to the journal without waiting for earlier ones. An answer says how many of
-the stream's adds are done, with one number, and lists those that were refused. It is sent after each sync that has
-written something of this stream.
+The stream receives messages, checks them and submits their adds to the journal without waiting for earlier ones. After
+each sync that includes adds of this stream, it sends an answer: the number of adds of the stream that are done, and a
+list of those that were refused.
 
-The bytes of all adds that are received and not synced yet are bounded for all streams together (`Budget`): a stream
-waits until others are synced, and gRPC's flow control slows its broker down (W5). So does a broker that does not take
-the refusals that it is answered with.
+The length of all adds that are received and not synced is bounded for all streams together (`Budget`). Beyond it a
+stream stops receiving, and gRPC's flow control slows down its broker (W5). It also stops while the broker does not
+receive the refusals that it is answered with.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from pxrs.server.budget import Budget
 from pxrs.server.served import Send, Stalled
 
 ANSWER_S: Final = 30.0
-"""How long an answer may wait to be taken by the broker."""
+"""How long the broker may take to receive an answer."""
 ADD_BYTES: Final = 1_000
 """How much memory an add takes beside its bytes."""
 REFUSED_MAX: Final = 10_000
-"""How many refusals may wait for the broker before the stream receives nothing more."""
+"""How many refusals may wait for the broker before the stream stops receiving."""
 
 
 class AddStream:
-    """Runs one stream, on the event loop."""
+    """One stream. It belongs to the event loop; only `_note` runs on the journal's thread."""
 
     def __init__(self, node: StorageNode, budget: Budget) -> None:
         self._node, self._budget = node, budget
         self._loop = asyncio.get_running_loop()
         self._count = 0
-        """How many adds were received."""
+        """The number of adds that were received."""
         self._refused: deque[tuple[int, PxrsError]] = deque()
-        """Refusals that are not sent yet. Written by the journal's thread."""
+        """Refusals that were not sent yet. The journal's thread appends to it."""
         self._done = 0
-        """The adds before this number are synced or refused. Written by the journal's thread, after `_refused`."""
+        """Adds with a lower number are synced or refused. The journal's thread writes it, after `_refused`."""
         self._sent = 0
-        """The value of `_done` that was sent last."""
+        """The value of `_done` in the last answer."""
         self._held: deque[tuple[int, int]] = deque()
-        """Of each message whose adds are not all done: the number behind its last add, and the room that it takes."""
+        """For each message whose adds are not all done: the number after its last add, and its share of the budget."""
         self._is_scheduled = False
-        """Whether the event loop will call `_flush`."""
+        """Whether a call of `_flush` is scheduled on the event loop."""
         self._is_news, self._is_sent = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._why: PxrsError | None = None
 
     def end(self, why: PxrsError) -> None:
-        """End the stream with this error. Adds that are not answered may be stored."""
+        """End the stream with this error. Adds that were not answered may be stored."""
         if self._why is None:
             self._why = why
             if self._task is not None:
                 self._task.cancel()
 
     async def serve(self, received: AsyncIterator[bytes], send: Send) -> None:
-        """Store what comes until the broker ends the stream. Raises PxrsError, Stalled."""
+        """Store the adds of the stream until the broker ends it. Raises PxrsError, Stalled."""
         self._task = asyncio.current_task()
         answering = asyncio.ensure_future(self._answer(send))
         receiving = asyncio.ensure_future(self._receive(received))
@@ -72,7 +72,7 @@ class AddStream:
             for each in (answering, receiving):
                 if each.done():
                     each.result()
-            async with asyncio.timeout(ANSWER_S):  # the broker sends no more; what it has sent is answered
+            async with asyncio.timeout(ANSWER_S):  # the broker has ended its side: answer what it has sent
                 while self._sent < self._count:
                     self._is_sent.clear()
                     await self._is_sent.wait()
@@ -82,7 +82,7 @@ class AddStream:
             self._task.uncancel()
             raise self._why from None
         except TimeoutError:
-            raise Stalled(f"an answer was not given, or not taken, within {ANSWER_S:g} s") from None
+            raise Stalled(f"an answer was not sent to the broker within {ANSWER_S:g} s") from None
         finally:
             answering.cancel()
             receiving.cancel()
@@ -103,11 +103,11 @@ class AddStream:
                 self._budget.give_back(taken)
                 raise
             self._held.append((self._count, taken))
-            if self._count <= self._done:  # they were synced before the line above
+            if self._count <= self._done:  # all were synced before `_held` had this message
                 self._flush()
 
     def _note(self, number: int, error: PxrsError | None) -> None:
-        """Called on the journal's thread, for one add after the other."""
+        """An add is done. Called on the journal's thread, in the order of the adds."""
         if error is not None:
             self._refused.append((number, error))
         self._done = number + 1
@@ -142,4 +142,4 @@ def _check(adds: Sequence[Add]) -> None:
     for add in adds:
         check_add(add)
         if xxhash.xxh3_64_intdigest(add.body[0]) != add.head.checksum:
-            raise InvalidRecord(f"entry {add.entry} of ledger {add.ledger} was damaged on its way")
+            raise InvalidRecord(f"entry {add.entry} of ledger {add.ledger} was damaged in transit: send it again")

@@ -1,14 +1,15 @@
-"""Removes ledgers that are garbage, and the segments in which nothing counts any more.
+"""Garbage collection of a storage node: removes ledgers that are no longer needed, and unlinks and compacts segments.
 
-A ledger is garbage if the registry has no record of it, or one that does not name this node. The node lists its own
-ledgers first and asks for the records afterwards (C5): a record names a node before the node gets anything of the
-ledger, so a ledger that was listed has a record by then, if it ever had one. The other way round, a ledger that was
-created after the records were read would be removed. Nothing is removed if the registry belongs to another cluster, or
-to none, as after it was emptied, nor if it has gone back behind what this process has recorded in it, as after it was
-restored from a backup.
+A ledger is garbage if the registry has no record of it, or a record that does not name this node. The node first lists
+its own ledgers and then reads the records (C5). A record names a node before the node gets data of the ledger, so every
+ledger in the list has a record unless the record was deleted. In the other order, the node would remove a ledger that
+was created after the records were read. Nothing is removed if the registry belongs to another cluster, or has no
+cluster id, for example because it was emptied. Nor is anything removed if the registry has gone back behind what this
+process has recorded in it, for example because it was restored from a backup.
 
-A segment without records that count is unlinked. One in which few bytes count is compacted: the records that count are
-appended to the journal again, and the segment is unlinked when they are synced.
+A record of the journal is live as long as the node needs it (`index` has the rules). A segment without live records is
+unlinked. A segment with few live bytes is compacted: its live records are appended to the journal again, and the
+segment is unlinked when they are synced.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from pxrs.waiting import start_thread
 _logger = logging.getLogger(__name__)
 
 COPY_BYTES: Final = 4 << 20
-"""How much compaction reads and appends before it waits for the sync."""
+"""How many bytes compaction reads and appends before it waits for a sync."""
 
 
 class Collected(NamedTuple):
-    """What one round did."""
+    """The result of one round."""
 
     ledgers: int = 0
     """How many ledgers were removed."""
     segments: int = 0
     """How many segments were unlinked."""
     copied_bytes: int = 0
-    """How many bytes of records were written again."""
+    """How many bytes of live records were written again."""
     skipped: str | None = None
-    """Why no ledger was removed, if that was not looked at."""
+    """Why no ledger could be removed; None if the records were checked."""
 
 
 class Collector:
-    """One thread; `collect` may also be called by others, one after the other."""
+    """Collects garbage on one thread. Other threads may call `collect` too; rounds run one after the other."""
 
     def __init__(self, registry: Registry, node: StorageNode, cluster: str, starts: int, limits: StorageLimits) -> None:
         """starts: which start of the node this process is."""
@@ -60,7 +61,7 @@ class Collector:
         self._lock = threading.Lock()
         """Held during a round."""
         self._kept: set[int] = set()
-        """Segments that cannot be compacted, because a record in them is damaged."""
+        """Bases of segments that cannot be compacted, because a record in them is damaged."""
         self._problem: str | None = None
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,7 +70,7 @@ class Collector:
         self._thread = start_thread(self._run, "pxrs-storage-collector")
 
     def close(self) -> None:
-        """Waits for the round that is under way. Idempotent."""
+        """Stop the thread, after the round that is under way. Idempotent."""
         self._is_closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -82,7 +83,7 @@ class Collector:
             except (PxrsError, OSError) as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    _logger.warning("garbage was not collected: %s", error)
+                    _logger.warning("garbage could not be collected, the next round tries again: %s", error)
 
     def collect(self) -> Collected:
         """One round. Raises RegistryError, NodeFull, OSError."""
@@ -114,7 +115,7 @@ class Collector:
         return older_registry(NodeRecord.parse(entry.key, entry.value), self._starts, recorded_end)
 
     def _garbage(self, mine: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-        """The ledgers that are garbage, with their marks."""
+        """The ledgers that are garbage, each with the mark that `StorageNode.remove` needs."""
         partitions: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for ledger, mark in mine:
             name = LedgerName.of_id(ledger)
@@ -143,16 +144,17 @@ class Collector:
         is_removed = self._node.remove(ledger, mark, has_partition=has_partition)
         if is_removed:
             STORAGE_REMOVED.of().add()
-            _logger.info("ledger %s was removed: its record does not name this node, or is gone", ledger)
+            _logger.info("ledger %s was removed: it has no record, or its record does not name this node", ledger)
         return is_removed
 
     # Segments.
 
     def _clean(self) -> tuple[int, int]:
-        """Unlink the segments that do not count any more, and compact those of which little counts.
+        """Unlink the segments without live records, and compact those with few live bytes; how many segments were
+        unlinked, and how many bytes copied.
 
-        Those of which least counts come first: they free room. Nothing is copied that would take half of the room that
-        is left."""
+        Segments with the fewest live bytes come first, because they free the most space. A segment is not copied if its
+        live bytes are more than half of the free space."""
         segments = copied = 0
         for base, size, live in sorted(self._sealed(), key=lambda each: each[2]):
             if self._is_closing.is_set():
@@ -173,15 +175,15 @@ class Collector:
         return segments, copied
 
     def _sealed(self) -> list[tuple[int, int, int]]:
-        """Of each sealed segment: its base, its length, and how many of its bytes count."""
+        """Of each sealed segment: its base, its length, and its live bytes."""
         node = self._node
         with node.lock:
             found = [(base, node.journal.segment_end(base) - base) for base in node.journal.bases[:-1]]
             return [(base, size, size - node.index.dead[base]) for base, size in found]
 
     def _copy(self, base: int) -> int:
-        """Append the records of a segment that count to the journal. Returns when they are synced; how many bytes they
-        have. Raises DamagedFrame, NodeFull, OSError."""
+        """Append the live records of a segment to the journal. Returns their length when they are synced. Raises
+        DamagedFrame, NodeFull, OSError."""
         copied = size = 0
         wait = None
         for record in self._node.journal.records(base):
@@ -208,7 +210,7 @@ class Collector:
             return self._is_live_locked(record)
 
     def _is_live_locked(self, record: Record) -> bool:
-        """Whether the record at this position counts."""
+        """Whether the record is live. The caller holds the node's lock."""
         index = self._node.index
         if record.kind is Kind.ENTRY:
             state = self._node.core.state(record.ledger)
@@ -220,7 +222,7 @@ class Collector:
         return removal is not None and removal.position == record.position
 
     def _unlink(self, base: int) -> bool:
-        """Unlink a segment, if nothing in it counts; whether it was."""
+        """Unlink a segment if it has no live records; whether it was unlinked."""
         node = self._node
         with node.lock:
             if node.index.dead[base] < node.journal.segment_end(base) - base:

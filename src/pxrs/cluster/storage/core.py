@@ -1,22 +1,22 @@
-"""Pure: the rules of one storage node. No file, no clock, no thread.
+"""Pure: the rules of one storage node. No files, no clock, no threads.
 
-Each request returns an `Outcome`: what to append to the journal, and the reply. The caller holds one lock over the
-request and the append to the journal, so that a fence and an add of the same ledger never overtake each other (C2). The
-reply is given once everything that the journal had at that moment is synced, if `is_after_sync` says so: an entry that
-is acknowledged, a fence that is confirmed and a "no such entry" of a recovery must survive a crash of the node.
+Each request returns an `Outcome`: what to append to the journal, and the reply. The caller holds one lock during the
+request and the append to the journal, so that a fence and an add of the same ledger have the same order in memory and
+in the journal (C2). If `is_after_sync` is True, the reply must wait until everything in the journal at that moment is
+synced: an acknowledged entry, an answered fence and the answer "no such entry" to a recovery must survive a crash.
 
-When a node starts, it passes the items of its journal to `replay` in their order.
+When a node starts, it passes the items of its journal to `replay`, in their order.
 
-A node that removes garbage (C5) calls `ledgers` first, then reads the record of each of these ledgers from the
-registry, and then calls `remove` for those whose record does not name the node. `remove` is refused if a request has
-touched the ledger since it was listed: the record may have named the node only after it was read, and a copy may have
-been acknowledged in the meantime.
+To remove garbage (C5), a node first calls `ledgers`, then reads the records of these ledgers from the registry, and
+then calls `remove` for those whose record does not name the node. `remove` does nothing if a request has touched the
+ledger since `ledgers` listed it: the record may have been changed to name the node after it was read, and a copy may
+have been acknowledged since.
 
-A removed ledger's fence is gone. So that a writer which was stopped for long cannot add to a ledger that was closed,
-copied elsewhere and removed here, the node remembers for each partition the highest number of a ledger that it has
-removed, and refuses adds of writers up to that number. Only the last ledger of a partition has a writer, so nothing
-that should be accepted is refused, except to a writer that takes a node back which has removed the ledger meanwhile.
-That writer replaces the node again.
+A removed ledger loses its fence. A writer that was paused for long must not add to a ledger that was closed, copied to
+other nodes and removed here. So the node remembers, for each partition, the highest number of a ledger that it has
+removed, and refuses adds by writers to ledgers up to that number. Only the last ledger of a partition has a writer, so
+this refuses no legitimate add, with one exception: a writer that uses a node again which has removed the ledger since.
+That writer then replaces the node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pxrs.errors import ClusterError, EntryDiffers, LedgerFenced, LedgerRemoved
 
 
 class StoreItem(NamedTuple):
-    """In the journal: the node has this entry. The caller adds the entry's bytes."""
+    """Journal item: the node has this entry. The caller adds the entry's bytes."""
 
     ledger: str
     entry: int
@@ -41,23 +41,23 @@ class StoreItem(NamedTuple):
 
 
 class FenceItem(NamedTuple):
-    """In the journal: the ledger takes no adds of its writer, nor of recoveries with a lower number."""
+    """Journal item: the node refuses adds to the ledger by its writer, and by recoveries with a lower number."""
 
     ledger: str
     recovery: int
 
 
 class RemoveItem(NamedTuple):
-    """In the journal: all that stands before about this ledger is void."""
+    """Journal item: all earlier items of this ledger are void."""
 
     ledger: str
     is_remembered: bool
-    """Adds of writers to ledgers of the partition up to this one's number are refused from now on. False: the topic is
-    gone, and nothing is remembered of the partition any more."""
+    """True: refuse adds by writers to ledgers of the partition up to this one's number. False: the topic was deleted,
+    so the node forgets what it remembered for the partition."""
 
 
 class RememberItem(NamedTuple):
-    """In the journal: as `RemoveItem.is_remembered`, and nothing that stands before is void."""
+    """Journal item: as a `RemoveItem` with `is_remembered`, but earlier items stay valid."""
 
     ledger: str
 
@@ -66,7 +66,7 @@ JournalItem = StoreItem | FenceItem | RemoveItem | RememberItem
 
 
 class Added(NamedTuple):
-    """Reply to `add`: the entry is on this node's disk."""
+    """Reply to `add`: the node has the entry."""
 
     ledger: str
     entry: int
@@ -76,13 +76,13 @@ class FencedAt(NamedTuple):
     """Reply to `fence`."""
 
     lac: int
-    """The highest entry that the node knows to be confirmed; -1 if none."""
+    """The highest entry that the node knows to be confirmed; -1 if there is none."""
     last: int
-    """The highest entry that the node has; -1 if none."""
+    """The highest entry that the node has; -1 if there is none."""
 
 
 class Entries(NamedTuple):
-    """Reply to `read`: which of the entries that were asked for are there. All others are not."""
+    """Reply to `read`: which of the requested entries the node has. It does not have the others."""
 
     present: tuple[int, ...]
 
@@ -97,7 +97,7 @@ class Indexed(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Reply to `remove`. False: the ledger was touched since it was listed, or is not there."""
+    """Reply to `remove`. False if the ledger was touched since it was listed, or does not exist."""
 
     is_removed: bool
 
@@ -106,28 +106,29 @@ Reply = Added | FencedAt | Entries | Indexed | Removed | ClusterError
 
 
 class Outcome(NamedTuple):
-    """What the caller has to do for a request."""
+    """What the caller must do for a request."""
 
     append: tuple[JournalItem, ...]
-    """To be appended to the journal, under the lock under which the request was made."""
+    """To be appended to the journal under the same lock as the request."""
     reply: Reply
-    """An error is a refusal: nothing was changed."""
+    """If it is an error, the request was refused and nothing has changed."""
     is_after_sync: bool
-    """Whether the reply must wait until all that is in the journal now is synced."""
+    """Whether the reply must wait until everything that is in the journal now is synced."""
 
 
 class EntryIndex(Protocol):
-    """The entries of one ledger on this node. A storage node brings its own, which also knows where the bytes are."""
+    """The entries of one ledger on this node. `index.Entries` is the implementation of a real node, which also knows
+    where the bytes are."""
 
     def __contains__(self, entry: object) -> bool: ...
     def __len__(self) -> int: ...
     def add(self, entry: int, head: EntryHead) -> None: ...
     def checksum(self, entry: int) -> int:
-        """Of an entry that is there."""
+        """The checksum of an entry that the index contains."""
         ...
 
     def after(self, entry: int, limit: int) -> list[int]:
-        """The first `limit` entries behind this one, in rising order."""
+        """The first `limit` entries after this one, in rising order."""
         ...
 
     @property
@@ -166,28 +167,28 @@ class LedgerState:
 
     index: EntryIndex
     fence: int = 0
-    """The highest number of a recovery that has fenced it; 0: not fenced."""
+    """The highest recovery number with which the ledger is fenced; 0 if it is not fenced."""
     lac: int = -1
     touched: int = 0
-    """Which request was the last that added, fenced or read with a recovery number; rises over all ledgers."""
+    """The number of the last request that touched the ledger (`NodeCore._touch`). All ledgers share one counter."""
 
 
 class NodeCore:
-    """The state of a storage node. Not thread-safe: see the module's page."""
+    """The state of a storage node. Not thread-safe: the caller holds a lock, see the module's docstring."""
 
     def __init__(self, node: str, make_index: Callable[[], EntryIndex] = MemoryIndex) -> None:
         self.node = node
         self._make_index = make_index
         self._ledgers: dict[str, LedgerState] = {}
         self._removed: dict[tuple[str, int], int] = {}
-        """By topic id and partition: the highest number of a ledger that was removed."""
+        """By topic id and partition: the highest number of a ledger that the node has removed."""
         self._touches = 0
 
     # Requests.
 
     def add(self, ledger: str, entry: int, head: EntryHead, lac: int, recovery: int | None) -> Outcome:
-        """Store an entry. recovery: None from the ledger's writer; else the `recovery` of the ledger's record, from a
-        recoverer or from whoever copies a closed ledger."""
+        """Store an entry. recovery: None if the ledger's writer sends it; otherwise the `recovery` of the ledger's
+        record, sent by a recovery or by the repair of a closed ledger."""
         refusal = self._refusal(ledger, recovery)
         if refusal is not None:
             return Outcome((), refusal, False)
@@ -196,14 +197,14 @@ class NodeCore:
             if state.index.checksum(entry) != head.checksum:
                 return Outcome((), EntryDiffers(ledger, entry), False)
             state.lac = max(state.lac, lac)
-            # It may have been appended by a request whose sync is still under way.
+            # The entry may have been added by an earlier request whose sync is still under way.
             return Outcome((), Added(ledger, entry), True)
         item = StoreItem(ledger, entry, head, lac, recovery)
         self._store(state, item)
         return Outcome((item,), Added(ledger, entry), True)
 
     def fence(self, ledger: str, recovery: int) -> Outcome:
-        """Take no more adds of the ledger's writer, nor of recoveries with a lower number."""
+        """Refuse further adds by the ledger's writer, and by recoveries with a lower number."""
         refusal = self._refusal(ledger, recovery)
         if refusal is not None:
             return Outcome((), refusal, False)
@@ -212,8 +213,8 @@ class NodeCore:
         return Outcome(append, FencedAt(state.lac, state.index.last), True)
 
     def read(self, ledger: str, first: int, last: int, recovery: int | None = None) -> Outcome:
-        """Which of the entries from `first` to `last` are there. With a recovery number the read fences too, and the
-        reply waits for the sync: an entry that is reported missing must stay missing."""
+        """Which of the entries from `first` to `last` the node has. With a recovery number the read also fences the
+        ledger, and the reply waits for the sync: an entry that is reported missing must stay missing."""
         if recovery is not None:
             refusal = self._refusal(ledger, recovery)
             if refusal is not None:
@@ -226,9 +227,9 @@ class NodeCore:
         return Outcome(append, Entries(present), recovery is not None)
 
     def index(self, ledger: str, after: int = -1, limit: int = 1_000) -> Outcome:
-        """The entries of a ledger behind `after`. They are all synced when the reply is given: whoever counts copies
-        must not count one that a crash would take. For the same reason the request touches the ledger, so that it is
-        not removed by what was read of its record before."""
+        """The entries of a ledger after `after`. The reply waits for the sync, because the caller counts these copies,
+        and a crash must not lose them. For the same reason the request touches the ledger, so that a garbage collection
+        that has read the ledger's record before does not remove it."""
         if ledger not in self._ledgers:
             return Outcome((), Indexed((), -1, 0, False), True)
         state = self._touch(ledger)
@@ -236,12 +237,12 @@ class NodeCore:
         return Outcome((), Indexed(tuple(found[:limit]), state.lac, state.fence, len(found) > limit), True)
 
     def ledgers(self) -> list[tuple[str, int]]:
-        """Every ledger of which the node has something, with the mark that `remove` wants."""
+        """Every ledger of which the node has data, each with the mark that `remove` needs."""
         return [(ledger, state.touched) for ledger, state in sorted(self._ledgers.items())]
 
     def remove(self, ledger: str, mark: int, *, has_partition: bool = True) -> Outcome:
-        """Remove a ledger whose record, read after `ledgers` gave this mark, does not exist or does not name the node.
-        has_partition: whether the partition's owner key exists; if not, the topic is gone for good."""
+        """Remove a ledger whose record does not exist or does not name the node. mark: from `ledgers`, called before
+        the record was read. has_partition: whether the partition's owner key exists; if not, the topic was deleted."""
         state = self._ledgers.get(ledger)
         if state is None or state.touched != mark:
             return Outcome((), Removed(False), False)
@@ -252,7 +253,7 @@ class NodeCore:
     # The journal.
 
     def replay(self, item: JournalItem) -> None:
-        """An item of the journal that was read at the start."""
+        """Apply an item that was read from the journal when the node started."""
         match item:
             case StoreItem():
                 state = self._touch(item.ledger)
@@ -268,8 +269,8 @@ class NodeCore:
                 self._remember(LedgerName.of_id(item.ledger))
 
     def standing(self) -> Iterator[JournalItem]:
-        """What a node has to append again before it drops the beginning of its journal, apart from entries: which
-        ledgers were removed, and which are fenced."""
+        """The items, apart from entries, that a node must append again before it drops the beginning of its journal:
+        the removed ledgers that it remembers, and the fences."""
         for (topic_id, partition), number in self._removed.items():
             yield RememberItem(LedgerName(topic_id, partition, number).id)
         for ledger, state in self._ledgers.items():
@@ -282,7 +283,7 @@ class NodeCore:
     def __len__(self) -> int:
         return len(self._ledgers)
 
-    # Within.
+    # Internal.
 
     def _refusal(self, ledger: str, recovery: int | None) -> ClusterError | None:
         state = self._ledgers.get(ledger)
@@ -295,7 +296,8 @@ class NodeCore:
         return None
 
     def _touch(self, ledger: str) -> LedgerState:
-        """Also an add of an entry that is there touches the ledger: its sender counts this copy from now on."""
+        """The state of the ledger, created if there is none, marked as touched. An add of an entry that the node
+        already has touches the ledger too, because its sender counts this copy from now on."""
         state = self._ledgers.get(ledger)
         if state is None:
             state = self._ledgers[ledger] = LedgerState(self._make_index())
@@ -306,7 +308,7 @@ class NodeCore:
     def _raise_fence(self, ledger: str, recovery: int) -> tuple[JournalItem, ...]:
         state = self._touch(ledger)
         if state.fence >= recovery:
-            return ()  # the journal has it; the reply still waits for the sync of it
+            return ()  # the fence is in the journal; the reply still waits for its sync
         state.fence = recovery
         return (FenceItem(ledger, recovery),)
 
@@ -327,11 +329,11 @@ class NodeCore:
         self._removed[partition] = max(name.number, self._removed.get(partition, -1))
 
 
-# Whether a disk is that of the node that it names (C5).
+# The identity of a node (C5).
 
 
 class Cookie(NamedTuple):
-    """What a node's directory says about itself (`node.json`)."""
+    """The identity that a node's directory contains (`node.json`)."""
 
     node: str
     cluster: str
@@ -339,29 +341,29 @@ class Cookie(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Under which identity a node starts. The caller writes `starts` to the disk and syncs it, then compares and sets
-    the node's record in the registry; only then does the node serve."""
+    """The identity with which a node starts. The caller writes `starts` to the disk and syncs it, then writes the
+    node's record in the registry by compare-and-set. Only then does the node serve."""
 
     node: str
     starts: int
     is_new: bool
-    """The directory's content is moved aside, and the node begins with nothing."""
+    """The node has a new id and begins empty. The caller moves the directory's content aside."""
     why: str
-    """Why the node is a new one; empty if it is not."""
+    """Why the node has a new id; empty if it does not."""
 
 
 def decide_start(
     cookie: Cookie | None, registered: NodeRecord | None, cluster: str, journal_end: int, new_node: str
 ) -> Start:
-    """Which node this directory is. `registered` is the record of the node that the cookie names.
+    """Decide with which id a node starts on a directory. registered: the record of the node that the cookie names.
 
-    The disk's counter is written before the registry's: so it is the same, or one ahead if the last start died in
-    between. A disk that is behind was restored from a copy; entries that the node has acknowledged may be missing, and
-    fences. Such a disk, and an empty one, must not answer "no such entry" under the old name. A node that was retired
-    stays what it is: its copies are needed until others have them, and then its record is removed.
+    A start raises the counter on the disk before the one in the registry. So the disk's counter is equal, or one higher
+    if the last start failed in between. A disk with a lower counter was restored from a copy and may lack entries and
+    fences that the node has acknowledged. Such a disk, and an empty one, must not answer "no such entry" with the old
+    id. A retired node keeps its id, because its copies are needed until other nodes have them.
 
-    A copy of the disk that was made after the last start, and after the journal's end was last recorded, cannot be
-    told from the disk itself."""
+    A copy of the disk that was made after the last start, and after the end of the journal was last recorded, cannot be
+    distinguished from the original."""
     why = ""
     if cookie is None:
         why = "the directory is empty"

@@ -1,12 +1,13 @@
-"""Records of a storage node's journal, as bytes (docs/cluster-format.md).
+"""The encoding of the records of a storage node's journal (docs/cluster-format.md).
 
-A record is a header, the text of the ledger's id, and a body. The frames of docs/format.md cannot be used: they name
-one partition, and have no place for a ledger, an entry or a fence. The body of an entry is a run of such frames.
+A record is a header, the text of the ledger's id, and a body. The frames of docs/format.md cannot be used as records: a
+frame names one partition, and has no field for a ledger, an entry or a fence. The body of an entry is a sequence of
+such frames.
 
-The checksum of the header covers the header and the ledger's id, and is computed with the journal's seed. A producer
-that puts the bytes of a record into a message does not know the seed, so the search for the next record behind a
-damaged one (`find_record`) does not take that message for a record. The header also has the record's own position: a
-record that was copied to another place by a damaged file system is not taken for one either.
+The checksum of the header covers the header and the ledger's id, and is computed with the journal's seed. After a
+damaged record, `find_record` searches for the next one. A producer that puts the bytes of a record into a message does
+not know the seed, so the search does not accept them as a record. The header also contains the record's own position,
+so a record that a damaged file system has put in another place is not accepted either.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ BODY_BYTES_MAX: Final = 64 << 20
 NUMBER_MAX: Final = (1 << 63) - 1
 """The highest number that a field of a record can have."""
 NONE: Final = -1
-"""Stands for a recovery number that is absent."""
+"""Encodes a recovery number of None."""
 HERE: Final = -1
-"""As `offset` of a REMOVED record that is not written yet: the position that the record will have."""
+"""As `offset` of a REMOVED record that is not written yet: stands for the position that the record will get."""
 _HEADER: Final = struct.Struct("<4sBBHIIQqqqqqqqQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 FIXED_BYTES: Final = _HEADER.size + _CHECKSUM.size
@@ -42,16 +43,16 @@ _PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
 
 
 class Kind(IntEnum):
-    """What a record says."""
+    """The kind of a record."""
 
     ENTRY = 1
     """The node has this entry of the ledger."""
     FENCE = 2
-    """The ledger takes adds only of recoveries with at least this number."""
+    """The node accepts adds to the ledger only from recoveries with at least this number."""
     REMOVED = 3
-    """The ledger's records at positions before `offset` are no longer part of the journal."""
+    """The ledger's records at positions before `offset` are void."""
     PROBE = 4
-    """Nothing: the node has tried whether the journal can be written again after a failure."""
+    """No effect. The node writes it after a failure, to find out whether the journal can be written again."""
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}
@@ -66,9 +67,9 @@ class Record(NamedTuple):
     lac: int = -1
     """The highest entry that the writer knew to be confirmed; -1 if there was none."""
     recovery: int | None = None
-    """The number of the recovery that added the entry, or that fenced; None for the ledger's own writer."""
+    """The number of the recovery that sent the add or the fence; None if the ledger's writer sent it."""
     offset: int = 0
-    """The first offset of the entry. For REMOVED: the position in the journal up to which it holds."""
+    """The offset of the entry's first row. For REMOVED: the position in the journal up to which it applies."""
     rows: int = 0
     last_timestamp: int = 0
     stored_at: int = 0
@@ -76,10 +77,10 @@ class Record(NamedTuple):
     """XXH3-64 of the body."""
     body_bytes: int = 0
     position: int = 0
-    """Where the record begins in the journal, counted from the journal's first byte ever."""
+    """The position of the record: the number of bytes since the beginning of the journal."""
     follows: int = 0
-    """How many records before this one were written together with it. 0 proves that everything before this record was
-    synced, because the next batch is written only after the sync of the last one."""
+    """The number of records before this one in the same batch. 0 proves that everything before this record was synced,
+    because a batch is written only after the sync of the batch before it."""
 
     @property
     def header_bytes(self) -> int:
@@ -87,7 +88,7 @@ class Record(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The length of the record, with its padding."""
+        """The length of the record, including padding."""
         return record_bytes(self.ledger, self.body_bytes)
 
 
@@ -104,7 +105,7 @@ def _padded(size: int) -> int:
 
 
 def seed_of(node: str) -> int:
-    """The seed of the checksums in the journal of this node."""
+    """The seed of the header checksums in the journal of this node."""
     return xxhash.xxh3_64_intdigest(node.encode())
 
 
@@ -133,15 +134,15 @@ def encode(record: Record, position: int, follows: int, seed: int) -> bytes:
 
 
 def body_padding(size: int) -> bytes:
-    """What follows a body of this length."""
+    """The padding after a body of this length."""
     return _PADDING[-size % ALIGNMENT]
 
 
 def decode(data: memoryview, at: int, base: int, seed: int, path: str) -> Record:
     """The header with which `data` begins. Raises DamagedFrame.
 
-    at:   where it begins in the segment. base: where the segment begins in the journal.
-    data: must have HEADER_BYTES_MAX, or all that is left of the segment."""
+    data: HEADER_BYTES_MAX bytes, or the rest of the segment if that is shorter. at: the place of `data` in the segment.
+    base: the position of the segment in the journal."""
     if len(data) < FIXED_BYTES:
         raise DamagedFrame(path, at, "the segment ends within a record's header")
     (magic, version, kind, length, body_bytes, follows, own, *numbers, checksum) = _HEADER.unpack_from(data)
@@ -152,9 +153,9 @@ def decode(data: memoryview, at: int, base: int, seed: int, path: str) -> Record
     if len(ledger) < length or xxhash.xxh3_64_intdigest(bytes(data[: _HEADER.size]) + ledger, seed) != expected:
         raise DamagedFrame(path, at, "the checksum of the record's header does not match")
     if version != FORMAT or kind not in _KINDS:
-        raise DamagedFrame(path, at, f"a record of format {version}, kind {kind}, which this version does not read")
+        raise DamagedFrame(path, at, f"a record of format {version}, kind {kind}, which this version cannot read")
     if own != base + at:
-        raise DamagedFrame(path, at, f"the record belongs to position {own:,} of the journal, not {base + at:,}")
+        raise DamagedFrame(path, at, f"the record is that of position {own:,} of the journal, not {base + at:,}")
     entry, lac, recovery, offset, rows, last_timestamp, stored_at = numbers
     return Record(
         _KINDS[kind],
@@ -174,7 +175,7 @@ def decode(data: memoryview, at: int, base: int, seed: int, path: str) -> Record
 
 
 def find_record(data: memoryview, begin: int, base: int, seed: int, path: str) -> int | None:
-    """The next place in a segment, from `begin` on, where a whole header lies; None if there is none.
+    """The next place in a segment, from `begin` on, of a valid header; None if there is none.
 
     base: the position of the segment's first byte in the journal."""
     for found in _MAGIC.finditer(data, begin):

@@ -1,16 +1,17 @@
-"""Which node a directory is (C5), and the start of a node on it. `core.decide_start` has the rules.
+"""The identity of a node's directory (C5), and the start of a node on it. `core.decide_start` has the rules.
 
-    node.json    the node's id, the cluster's id, the number of starts, the format of the directory
+    node.json    the node's id, the cluster's id, the number of starts, the version of the format
     lock         held with flock while a process uses the directory; so is the directory itself, because this file can
                  be deleted by mistake
     journal/     the journal's segments
-    aside-.../   what was there before the directory became a new node; never deleted by pxrs
+    aside-.../   the former content, if the directory became that of a new node; pxrs never deletes it
 
-A start raises the counter on the disk first, synced, and then in the registry, by compare-and-set. A process that finds
-the counter in the registry above its own has been replaced, and stops (`registration`).
+A start first raises the counter of starts on the disk, synced, and then in the registry, by compare-and-set. A process
+that finds a higher counter in the registry than its own stops: another process has started as this node
+(`registration`).
 
-A copy of the directory of a node that runs has the right counter, and lacks what the node has acknowledged since. So
-before the counter is raised, the start waits until no process at another address is alive as this node.
+A copy of the directory of a running node has the right counter, and lacks what the node has acknowledged since. So
+before a start raises the counter, it waits until no process at another address is alive as this node.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _LOOK_S: Final = 1.0
 
 
 class Started(NamedTuple):
-    """A node that has begun a new start of its identity."""
+    """A node whose start is recorded on its disk and in the registry."""
 
     node: StorageNode
     cluster: str
@@ -58,7 +59,7 @@ class Started(NamedTuple):
 
 
 class Directory:
-    """The directory of one node, locked by this process until `close`."""
+    """The directory of one node, which this process locks until `close`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises InvalidArgument if another process uses it, UnsupportedPlatform, OSError."""
@@ -76,7 +77,7 @@ class Directory:
         except BlockingIOError:
             self.close()
             raise InvalidArgument(
-                f"{self.path} is used by another storage node that runs: give another --dir, or stop that one"
+                f"{self.path} is used by another storage node that is running: give another --dir, or stop that node"
             ) from None
 
     @property
@@ -87,7 +88,7 @@ class Directory:
         return os.path.isdir(self.journal) and bool(segment_bases(self.journal))
 
     def cookie(self) -> Cookie | None:
-        """Who the directory says it is; None if it does not, or if that cannot be read. Raises
+        """The content of `node.json`; None if the file does not exist or cannot be read. Raises
         NodeFormatUnsupported."""
         try:
             found = json.loads((self.path / COOKIE).read_bytes())
@@ -97,20 +98,21 @@ class Directory:
         except FileNotFoundError:
             return None
         except (KeyError, TypeError, ValueError) as error:
-            _logger.error("%s cannot be read: %r", self.path / COOKIE, error)
+            _logger.error("%s is damaged, so the node starts with a new id: %r", self.path / COOKIE, error)
             return None
         if cookie is None:
             raise NodeFormatUnsupported(str(self.path), number, FORMAT)
         return cookie
 
     def write_cookie(self, cookie: Cookie) -> None:
-        """Returns when it is durable. Raises OSError."""
+        """Write `node.json` durably. Raises OSError."""
         text = json.dumps({**cookie._asdict(), "format": FORMAT}, indent=2) + "\n"
         disk.replace_file(str(self.path / COOKIE), text.encode(), is_durable=True)
         disk.sync_folder(self.path)
 
     def move_aside(self) -> Path | None:
-        """Move all that is there into a folder of its own; the folder, None if nothing was there. Raises OSError."""
+        """Move `node.json` and the journal to a new folder. Returns the folder; None if there was nothing to move.
+        Raises OSError."""
         found = [name for name in (COOKIE, JOURNAL) if (self.path / name).exists()]
         if not found:
             return None
@@ -135,10 +137,10 @@ def start(
     settings: NodeSettings | None = None,
     alive_s_max: float = ALIVE_S_MAX,
 ) -> Started:
-    """Start the node of this directory, or a new one if the directory cannot be trusted. The caller closes the node,
-    then the directory.
+    """Start the node of this directory, or a node with a new id if `decide_start` does not accept the directory. The
+    caller closes the node, then the directory.
 
-    address: where brokers reach it. alive_s_max: see ALIVE_S_MAX. Raises NodeFormatUnsupported, InvalidArgument,
+    address: where brokers reach the node. alive_s_max: see ALIVE_S_MAX. Raises NodeFormatUnsupported, InvalidArgument,
     ClusterError if another process is alive as this node, RegistryError, OSError."""
     directory = Directory(path)
     try:
@@ -178,7 +180,7 @@ def _start(directory: Directory, registry: Registry, address: str, settings: Nod
     entry = None if cookie is None else registry.get(node_key(cookie.node))
     node: StorageNode | None = None
     try:
-        # First without the journal, which is not opened if the directory belongs to another node anyway.
+        # First decide without the journal, which is opened only if the directory's identity is accepted otherwise.
         decided = _decide(cookie, entry, cluster, _UNKNOWN_END)
         if not decided.is_new and not directory.has_segments():
             # Each start makes one before it is recorded. The end of the journal is recorded only now and then.
@@ -191,10 +193,10 @@ def _start(directory: Directory, registry: Registry, address: str, settings: Nod
                 node.close()
             aside = directory.move_aside()
             _logger.warning(
-                "this is a new storage node, %s: %s%s",
+                "the storage node starts with a new id, %s: %s%s",
                 decided.node,
                 decided.why,
-                "" if aside is None else f"; what was in the directory is in {aside} now",
+                "" if aside is None else f"; the content of the directory was moved to {aside}",
             )
             entry = None
         directory.write_cookie(Cookie(decided.node, cluster, decided.starts))
@@ -227,7 +229,8 @@ def _open(directory: Directory, node: str, settings: NodeSettings | None) -> Sto
 
 
 def _register(registry: Registry, start: Start, entry: Entry | None, address: str, journal_end: int) -> None:
-    """Raise the counter in the registry. Raises Conflict if another process has done so since it was read."""
+    """Write the node's record with the new counter. Raises Conflict if another process has changed the record since it
+    was read."""
     key = node_key(start.node)
     if entry is None:
         record = NodeRecord(address, start.starts, FORMAT, journal_end, IN_USE)
@@ -241,7 +244,7 @@ def _register(registry: Registry, start: Start, entry: Entry | None, address: st
             registry.commit(expect=expect, put={key: record.dump()})
             return
         except OutcomeUnknown:
-            is_unknown = True  # the same compare-and-set again: if it has landed, that is a Conflict with our own value
+            is_unknown = True  # repeat it: if the first one succeeded, this one conflicts with our own value
         except Conflict:
             # Without a lost reply the value is that of another process, also if it is the same: a copy of this
             # directory was started with the same address.
@@ -249,4 +252,4 @@ def _register(registry: Registry, start: Start, entry: Entry | None, address: st
             if found is not None and found.value == record.dump():
                 return
             raise
-    raise OutcomeUnknown(f"it is not known whether the start of the storage node {start.node} was recorded")
+    raise OutcomeUnknown(f"the start of storage node {start.node} may not be recorded: start the node again")

@@ -1,19 +1,19 @@
-"""Where the records of a storage node lie in its journal, and which of them still count.
+"""The positions of a storage node's records in its journal, and which of them are live.
 
 `Entries` is the index of one ledger: 64 bytes for each entry, in arrays that are sorted by the entry's number. A writer
-adds entries in rising order, so almost every entry is appended; one that comes later is inserted. `NodeCore` adds an
-entry when it accepts it; the entry has no position until it is synced.
+adds entries in rising order, so almost every entry is appended to the arrays; an entry that arrives out of order is
+inserted. `NodeCore` adds an entry when it accepts it; the entry has no position until it is synced.
 
-`Index` follows the journal: it is given every record that is synced, at the start of the node and after each batch, in
-the order of their positions. It passes them on to the core at the start, and knows how many bytes of each segment do
-not count any more, so that segments can be removed or compacted. What counts:
+`Index` gets every synced record, in the order of positions: those of the existing journal when the node starts, and
+then those of each batch. When the node starts, it also passes them to the core. It counts the dead bytes of each
+segment, so that segments can be removed or compacted. A record is live until the node no longer needs it:
 
-| record | it counts until |
+| record | it is live until |
 |---|---|
-| ENTRY | the entry is written again elsewhere (compaction), or its ledger is removed |
+| ENTRY | compaction writes the entry again at another position, or its ledger is removed |
 | FENCE | a higher fence of the ledger is written, or the ledger is removed |
-| REMOVED | no segment holds a record that it voids, and the core need not remember it for the partition |
-| PROBE | never |
+| REMOVED | no segment contains a record that it voids, and the core need not remember it for the partition |
+| PROBE | it is written: it is never live |
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ UNSYNCED: Final = -1
 
 
 class Place(NamedTuple):
-    """An entry that the node has, and where."""
+    """An entry that the node has, and its position."""
 
     entry: int
     position: int
-    """Where its record begins in the journal; UNSYNCED."""
+    """Where its record begins in the journal, or UNSYNCED."""
     offset: int
     rows: int
     size: int
@@ -62,7 +62,7 @@ class Entries:
         self._numbers = array("q")
         """The entries' numbers, in rising order."""
         self._rest = array("q")
-        """The other fields of each `Place`, one entry behind the other; the checksum as a signed number."""
+        """The other fields of each `Place`, entry after entry; the checksum as a signed number."""
 
     def __contains__(self, entry: object) -> bool:
         return isinstance(entry, int) and self._at(entry) is not None
@@ -71,7 +71,7 @@ class Entries:
         return len(self._numbers)
 
     def add(self, entry: int, head: EntryHead) -> None:
-        """The entry must not be there."""
+        """Add an entry that the index does not contain, without a position."""
         *most, checksum = head
         # Made before anything is changed: a number that does not fit raises OverflowError here.
         row = array("q", (UNSYNCED, *most, checksum - _WRAP if checksum >= _WRAP >> 1 else checksum))
@@ -101,7 +101,7 @@ class Entries:
         return None if at is None else self._place(at)
 
     def is_synced(self, entry: int) -> bool:
-        """Of an entry that is there."""
+        """Whether the entry is in the index and synced."""
         at = self._at(entry)
         return at is not None and self._rest[at * _WIDTH] != UNSYNCED
 
@@ -109,7 +109,7 @@ class Entries:
         return [self._place(at) for at in range(len(self))]
 
     def move(self, entry: int, position: int) -> int:
-        """Note where the entry, which is there, lies from now on; where it was before."""
+        """Set the position of an entry that the index contains. Returns its former position."""
         at = self._at(entry)
         assert at is not None
         before = self._rest[at * _WIDTH]
@@ -117,7 +117,7 @@ class Entries:
         return before
 
     def discard(self, entry: int) -> None:
-        """Forget an entry that was not synced."""
+        """Remove an entry whose write failed."""
         at = self._at(entry)
         if at is not None:
             del self._numbers[at]
@@ -136,20 +136,20 @@ class Entries:
 
 
 def entries_of(state: LedgerState) -> Entries:
-    """The index that this node has given to the core."""
+    """The index of a ledger, which this node has given to the core."""
     assert isinstance(state.index, Entries)
     return state.index
 
 
 class Removal(NamedTuple):
-    """The ledger's records before `upto` are void."""
+    """A removal of a ledger: its records before `upto` are void."""
 
     upto: int
     position: int
-    """Where the record that says so begins."""
+    """The position of the REMOVED record, or UNSYNCED."""
     is_remembered: bool
     segments: set[int]
-    """The bases of the segments that hold such records."""
+    """The bases of the segments that contain void records of the ledger."""
 
 
 class Index:
@@ -159,21 +159,21 @@ class Index:
         """bases: the position of the first byte of each segment, in rising order; the journal changes this list."""
         self._core, self._bases = core, bases
         self.fences: dict[str, tuple[int, int]] = {}
-        """By ledger: the fence that is synced, and the position of its record."""
+        """By ledger: the number of the synced fence, and the position of its record."""
         self._replayed: dict[str, list[tuple[int, int]]] = {}
         """At the start of the node, by ledger: number and position of each fence that was read."""
         self.removals: dict[str, Removal] = {}
         self._remembered: dict[tuple[str, int], str] = {}
-        """By topic id and partition: the ledger of the highest number that was removed."""
+        """By topic id and partition: the removed ledger with the highest number."""
         self.dead: Counter[int] = Counter()
-        """By the base of a segment, how many of its bytes belong to records that do not count any more."""
+        """By the base of a segment: how many of its bytes belong to records that are not live."""
         self.bytes = 0
-        """The length of all entries that are synced."""
+        """The total length of all synced entries."""
 
     # Records that are synced.
 
     def replay(self, record: Record) -> None:
-        """A record of the journal that was read at the start."""
+        """Apply a record that was read from the journal when the node started."""
         if record.kind is Kind.ENTRY:
             head = EntryHead(
                 record.offset,
@@ -196,8 +196,8 @@ class Index:
         self._replayed.clear()
 
     def _replay_removal(self, record: Record) -> None:
-        """The core voids everything before the removal. If compaction has moved the record behind entries and fences
-        that came after the removal, those are given to the core again."""
+        """The core drops all entries and fences of the ledger. Compaction may have moved the REMOVED record behind
+        entries and fences that were added after the removal; those are passed to the core again."""
         state = self._core.state(record.ledger)
         self._core.replay(RemoveItem(record.ledger, bool(record.rows)))
         if state is None:
@@ -222,10 +222,10 @@ class Index:
             self._core.replay(FenceItem(record.ledger, self.fences[record.ledger][0]))
 
     def written(self, record: Record) -> None:
-        """A record that the core has accepted is synced."""
+        """A record that the core has accepted was synced."""
         if record.kind is Kind.ENTRY:
             state = self._core.state(record.ledger)
-            if state is None or record.entry not in state.index:  # removed meanwhile
+            if state is None or record.entry not in state.index:  # its ledger was removed before the sync
                 self._bury(record.position, record.size)
                 return
             before = entries_of(state).move(record.entry, record.position)
@@ -267,8 +267,8 @@ class Index:
             self._forget_removal(ledger)
 
     def void(self, record: Record, entries: Entries) -> None:
-        """The core has removed a ledger that had these entries, and the record that says so is synced. `written` is
-        called for the record next."""
+        """The core has removed a ledger that had these entries, and the REMOVED record was synced. The caller then
+        calls `written` for the record."""
         segments = set()
         for place in entries.places():
             if place.position != UNSYNCED:
@@ -287,14 +287,14 @@ class Index:
             before.segments.update(segments)
 
     def forget_segment(self, base: int) -> None:
-        """The segment is gone."""
+        """The segment was unlinked."""
         self.dead.pop(base, None)
         for ledger, removal in list(self.removals.items()):
             removal.segments.discard(base)
             self._forget_removal(ledger)
 
     def _forget_removal(self, ledger: str) -> None:
-        """Forget a removal that does not count any more."""
+        """Forget the removal of a ledger if its REMOVED record is not live any more."""
         removal = self.removals.get(ledger)
         if removal is None or removal.segments or removal.position == UNSYNCED:
             return

@@ -1,18 +1,18 @@
-"""The journal of a storage node: the records of all ledgers one behind the other, in segment files.
+"""The journal of a storage node: the records of all ledgers one after the other, in segment files.
 
-Group commit: one thread takes all records that wait, up to a bound, writes them, syncs once, and reports all of them as
-written. The next batch is written only after that sync.
+Group commit: one thread takes all waiting records, up to a bound, writes them, syncs once, and reports all of them as
+written. It writes the next batch only after that sync.
 
-After a write or a sync that failed, nothing of that batch counts, and nothing that waited behind it: whether those
-records were accepted may depend on records before them. The journal's end stays where it was, and the next batch goes
-into a new file that begins there, so that nothing of the failed write is ever part of the journal (L3). `open_journal`
-reads a segment up to where the next one begins.
+After a failed write or sync, the journal discards that batch and everything that is waiting, because the decision to
+accept a waiting record may depend on a record of the failed batch. The end of the journal does not move, and the next
+batch goes to a new file that begins there. So no byte of the failed write becomes part of the journal (L3):
+`open_journal` reads a segment only up to where the next one begins.
 
     state     a batch is written and synced    a write or sync fails    before the next batch
     --------  -------------------------------  -----------------------  -----------------------------------
     good      good                             broken                   -
-    broken    -                                -                        a new file could be made: good;
-                                                                        else that batch fails too: broken
+    broken    -                                -                        create a new file; if this succeeds:
+                                                                        good; else the batch fails: broken
 """
 
 from __future__ import annotations
@@ -57,30 +57,31 @@ _logger = logging.getLogger(__name__)
 SEGMENT_BYTES: Final = 256 << 20
 BATCH_BYTES_MAX: Final = 16 << 20
 BATCH_RECORDS_MAX: Final = 4_000
-"""How much is written before a sync: it is also what is written again when the node starts."""
+"""Maximum size of a batch. It also bounds what is written again when the node starts."""
 SMALL_BYTES: Final = 16 << 10
-"""Bodies up to this length are copied, so that many of them are written by one buffer."""
+"""Bodies up to this length are copied into one buffer, which is written by one system call."""
 FILES_MAX: Final = 256
-"""How many sealed segments are kept open for readers."""
+"""Maximum number of sealed segments that are kept open for readers."""
 
 Piece = bytes | memoryview
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Something that waits for the next sync."""
+    """A request that waits for the next sync."""
 
     record: Record | None
-    """What is written, without its position; None if nothing is: `done` is called once all before it is synced."""
+    """The record to write, without its position. None writes nothing: `done` is called when all earlier writes are
+    synced."""
     pieces: Sequence[Piece]
     """The record's body."""
     done: Callable[[Exception | None], None]
-    """Called on the journal's thread, without a lock: None once it is synced, otherwise why nothing of it counts."""
+    """Called on the journal's thread, without a lock: with None when the record is synced, otherwise with the error."""
     undo: Callable[[], None] | None = None
-    """Called under `Journal.lock` if nothing of it counts, before `done`, the last write first: takes back what was
-    decided in memory."""
+    """Called under `Journal.lock` if the write failed, before `done`, the last write first. It reverts the decision in
+    memory."""
     removes: Entries | None = None
-    """With a REMOVED record: the entries that the ledger had."""
+    """For a REMOVED record: the entries that the ledger had."""
 
     @property
     def size(self) -> int:
@@ -88,13 +89,13 @@ class Write:
 
 
 class Owner(Protocol):
-    """The node whose journal this is. Both are called on the journal's thread, under `Journal.lock`."""
+    """The node that owns the journal. The journal's thread calls both methods under `Journal.lock`."""
 
     def written(self, writes: Sequence[Write]) -> None:
-        """These are synced. Their records have positions now."""
+        """These writes are synced. Their records have positions now."""
 
     def failed(self, error: OSError) -> None:
-        """The journal could not be written, and everything that waited was taken back."""
+        """The journal could not be written, and all waiting writes were reverted."""
 
 
 class Journal:
@@ -117,20 +118,20 @@ class Journal:
         self.bases = opened.bases
         """The position of the first byte of each segment. Changed under `lock`."""
         self.end = opened.end
-        """The position behind the last record that was synced. Changed under `lock`."""
+        """The position after the last synced record. Changed under `lock`."""
         self._removed = opened.gone
         self._active = opened.active
         self._files: OrderedDict[int, OpenSegment] = OrderedDict()
-        """Sealed segments that are open for readers; the one that was used last comes last."""
+        """Sealed segments that are open for readers, the most recently used last."""
         self.is_broken = False
-        """Whether the last write or sync has failed, and no new file was made since."""
+        """Whether the last write or sync failed and no new file was created since."""
         self._is_closed = False
         self._thread = start_thread(self._run, "pxrs-storage-journal")
 
     # Writing.
 
     def submit(self, write: Write) -> None:
-        """Let the write be part of the next batch. The caller holds `lock`. Raises Closed."""
+        """Add the write to the waiting ones. The caller holds `lock`. Raises Closed."""
         if self._is_closed:
             raise Closed("the storage node is stopping")
         self._waiting.append(write)
@@ -138,7 +139,7 @@ class Journal:
             self._wake.notify()
 
     def close(self) -> None:
-        """Write what waits, then end the thread and close the files. Idempotent."""
+        """Write what is waiting, then end the thread and close the files. Idempotent."""
         with self.lock:
             self._is_closed = True
             self._wake.notify()
@@ -158,14 +159,14 @@ class Journal:
                 self._commit(batch)
             except OSError as error:
                 self._fail(batch, error)
-            except Exception as error:  # a defect; without this thread nothing would ever be answered again
+            except Exception as error:  # a defect: the thread must survive it, because it answers all requests
                 _logger.exception("a batch of the journal failed unexpectedly")
                 self._fail(batch, OSError(errno.EIO, f"unexpected: {error!r}"))
             else:
                 _tell(batch, None)
 
     def _commit(self, batch: Sequence[Write]) -> None:
-        """Write and sync a batch, and let the owner know. Raises OSError."""
+        """Write and sync a batch, and call `Owner.written`. Raises OSError."""
         began, before = time.monotonic(), self.end
         end = self._write(batch)
         STORAGE_SYNC.of().observe(time.monotonic() - began)
@@ -175,7 +176,7 @@ class Journal:
             self._owner.written(batch)
 
     def _take(self) -> list[Write]:
-        """The next batch; at least one write, and one of any size."""
+        """Take the next batch from the waiting writes: up to the limits, but at least one write."""
         batch: list[Write] = []
         size = 0
         while self._waiting and len(batch) < BATCH_RECORDS_MAX:
@@ -186,9 +187,9 @@ class Journal:
         return batch
 
     def _write(self, batch: Sequence[Write]) -> int:
-        """Write and sync a batch, and set the positions of its records; the end behind them. Raises OSError."""
-        # After a failure also an answer without a record needs the new file: what the failed write left in the old one
-        # would be part of the journal again if the process ended now, and an entry that was told to be missing be back.
+        """Write and sync a batch, and set the positions of its records. Returns the new end. Raises OSError."""
+        # After a failure, a batch without records needs the new file too. Without it, a restart would read the bytes of
+        # the failed write as part of the journal, and an entry that was reported missing would exist again.
         if not self.is_broken and all(write.record is None for write in batch):
             return self.end
         if self.is_broken or self.end - self.bases[-1] >= self._segment_bytes:
@@ -196,7 +197,7 @@ class Journal:
         position, count = self.end, 0
         pieces: list[object] = []
         small: list[Piece] = []
-        """Short pieces behind each other, which are written as one: a call of the system for each costs more."""
+        """Consecutive short pieces, which are joined: writing each of them separately costs more."""
         for write in batch:
             if write.record is None:
                 continue
@@ -222,19 +223,19 @@ class Journal:
         return position
 
     def _begin_segment(self) -> None:
-        """Go on in a new file, which begins at the journal's end. Everything before the end was synced (L3)."""
+        """Continue in a new file, which begins at the journal's end. Everything before the end was synced (L3)."""
         path = segment_path(self.folder, self.end)
         if self.is_broken and self.end == self.bases[-1]:
-            # Nothing in the file counts. A file with another inode takes its place: a later sync of the old one may
-            # report success for pages that the kernel has dropped.
-            # It is missing if an earlier attempt has unlinked it and could not make the new one.
+            # The current file contains only the failed write. Replace it by a new inode: a later sync of the old one
+            # could report success for pages that the kernel has dropped.
+            # The file is missing if an earlier attempt has unlinked it and could not create the new one.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         segment = OpenSegment.open(self.folder, self.end, is_created=True)
         disk.sync_folder(self.folder)
         if segment.size:
             segment.close()
-            raise OSError(f"{path} has content already, and is to begin at the journal's end")
+            raise OSError(f"{path} is not empty, but the journal ends where it begins")
         with self.lock:
             if self.end != self.bases[-1]:
                 self._keep_open(self.bases[-1], self._active)
@@ -244,23 +245,23 @@ class Journal:
             self._active = segment
             was_broken, self.is_broken = self.is_broken, False
         if was_broken:
-            _logger.warning("the journal goes on in %s after a failed write", path)
+            _logger.warning("the journal continues in %s after a failed write", path)
             self._cut_failed_tail()
 
     def _cut_failed_tail(self) -> None:
-        """Free the room that the failed write takes in the segment before this one. Nothing reads those bytes."""
+        """Truncate the bytes of the failed write from the previous segment, to free space. Nothing reads them."""
         if len(self.bases) > 1:
             with self.lock:
                 before, base = self.bases[-2], self.bases[-1]
             try:
                 os.truncate(segment_path(self.folder, before), base - before)
             except OSError as error:
-                _logger.warning("the rest of a failed write stays in the segment at %d: %s", before, error)
+                _logger.warning("a failed write could not be cut off the segment at %d: %s", before, error)
 
     def _fail(self, batch: list[Write], error: OSError) -> None:
         STORAGE_FAILURES.of().add()
         _logger.error(
-            "the journal could not be written, and %d records are refused: %s",
+            "the journal could not be written, and %d requests failed: %s",
             len(batch),
             disk.explain(error, self._active.path),
         )
@@ -277,8 +278,8 @@ class Journal:
     # Reading.
 
     def read(self, ledger: str, position: int, size: int) -> tuple[Record, memoryview]:
-        """The record of an entry that was written at this position, and its body of this length, both checked. Raises
-        DamagedFrame, OSError."""
+        """The record at this position, which must be of this ledger, and its body of `size` bytes; both are verified.
+        Raises DamagedFrame, OSError."""
         segment, at = self._locate(position)
         length = header_bytes(ledger)
         data = memoryview(pread(segment.descriptor, length + size, at))
@@ -291,12 +292,12 @@ class Journal:
         return record, body
 
     def read_part(self, ledger: str, position: int, begin: int, size: int) -> tuple[bytes, str]:
-        """A part of the body of a record, unchecked, and the path of the file. Raises OSError."""
+        """A part of the body of a record, not verified, and the path of the file. Raises OSError."""
         segment, at = self._locate(position)
         return pread(segment.descriptor, size, at + header_bytes(ledger) + begin), segment.path
 
     def records(self, base: int) -> Iterator[Record]:
-        """The records of a sealed segment, by their headers. Raises DamagedFrame, OSError."""
+        """The headers of the records of a sealed segment. Raises DamagedFrame, OSError."""
         with self.lock:
             segment, end = self._file(base), self.segment_end(base)
         yield from walk(segment.descriptor, segment.path, base, 0, end - base, self._seed)
@@ -312,8 +313,8 @@ class Journal:
         return self.end if end is None else end
 
     def unlink(self, base: int) -> None:
-        """Remove a sealed segment that holds nothing that counts. A reader that has it open can finish. Only one thread
-        calls it. Raises OSError."""
+        """Remove a sealed segment without live records. A reader that has it open can finish. Only one thread at a time
+        calls this. Raises OSError."""
         with self.lock:
             assert base != self.bases[-1], "the active segment is written to"
             gone = removed.merged([*self._removed, (base, self.segment_end(base))])
@@ -334,7 +335,8 @@ class Journal:
         return found
 
     def _keep_open(self, base: int, segment: OpenSegment) -> None:
-        """Without a call of `close` for those that are dropped: the last reader of one closes it by its reference."""
+        """Segments that are dropped are not closed here: the file is closed when its last reader drops its
+        reference."""
         self._files[base] = segment
         self._files.move_to_end(base)
         while len(self._files) > FILES_MAX:
@@ -346,4 +348,4 @@ def _tell(batch: Sequence[Write], error: Exception | None) -> None:
         try:
             write.done(error)
         except Exception:
-            _logger.exception("an answer of the storage node was lost")
+            _logger.exception("a callback of the journal failed")

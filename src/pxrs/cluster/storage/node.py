@@ -1,20 +1,20 @@
 """A storage node without its network: the rules of `core`, the journal, and the index, under one lock.
 
-Every request decides (`NodeCore`) and appends to the journal under the same lock, so a fence and an add of one ledger
-never overtake each other (C2). The replies are given once the journal is synced.
+`NodeCore` decides each request, and the node appends to the journal, under the same lock. So a fence and an add of one
+ledger have the same order in memory and in the journal (C2). The replies wait until the journal is synced.
 
-If the journal cannot be written, everything that was decided and is not synced is taken back in memory, the last
-decision first, and each caller gets an error: an entry that is not on the disk must not be acknowledged later because
-it seems to be there.
+If the journal cannot be written, the node reverts every unsynced decision in memory, the last one first, and each
+caller gets an error. Otherwise an entry that is not on the disk could be acknowledged later because the index contains
+it.
 
-What a node refuses, and what it still does:
+What a node does in each state:
 
-| state | adds | fences, fencing reads | reads | "no such entry" |
+| state | adds | fences, fencing reads | reads | answers "no such entry" |
 |---|---|---|---|---|
 | good | yes | yes | yes | yes |
-| little room on the disk | NodeFull | yes | yes | yes |
-| the journal was not written the last time | NodeFull | tries to | yes | yes |
-| headers in the journal are damaged | NodeFull | yes | yes | never: the entry may have been there |
+| too little free space | NodeFull | yes | yes | yes |
+| the last write of the journal failed | NodeFull | tries | yes | yes |
+| headers in the journal are damaged | NodeFull | yes | yes | never: the damaged part may have had the entry |
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Load(NamedTuple):
 class NodeSettings:
     segment_bytes: int = SEGMENT_BYTES
     free_bytes_min: int = FREE_BYTES_MIN
-    """With less room on its disk the node takes no adds. Fences and compaction still have room then."""
+    """With less free space on its disk the node accepts no adds. The rest is for fences and compaction."""
 
 
 class StorageNode:
-    """Threads share it. The directory belongs to it until `close`."""
+    """Threads share it. It is the only user of the journal's folder until `close`."""
 
     def __init__(self, node: str, folder: str, settings: NodeSettings | None = None) -> None:
-        """folder: of the journal, which exists. Raises OSError."""
+        """folder: the folder of the journal, which must exist. Raises OSError."""
         self.id = node
         self._settings = settings or NodeSettings()
         self.lock = threading.Lock()
@@ -102,28 +102,27 @@ class StorageNode:
 
     @property
     def refuses(self) -> str | None:
-        """Why the node takes no adds; None if it does."""
+        """Why the node accepts no adds; None if it does."""
         if self._damage:
             return (
                 f"the journal is damaged ({self._damage[0]}, {len(self._damage)} places in all): the node serves what "
-                "can be read and takes no entries; start a new node on an empty directory and retire this one"
+                "it can read and accepts no entries; start a new node on an empty directory and retire this one"
             )
         return self._room.problem
 
     @property
     def is_damaged(self) -> bool:
-        """Whether headers in the journal are damaged, so that it is not known what the node had."""
+        """Whether headers in the journal are damaged, so that it is not known which entries the node had."""
         return bool(self._damage)
 
     @property
     def load(self) -> Load:
-        free_bytes = self._room.free_bytes  # before the lock is taken: a disk may hang
+        free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
             return Load(self.index.bytes, len(self.core), free_bytes, self.refuses)
 
     def look_at_room(self) -> None:
-        """Look whether the disk has room, and whether a journal that could not be written can be written again. Called
-        now and then."""
+        """Check the free space, and whether a journal that could not be written can be written again (`Room.look`)."""
         self._room.look()
 
     def _probe(self, done: Callable[[Exception | None], None]) -> None:
@@ -133,12 +132,13 @@ class StorageNode:
     # Requests.
 
     def add(self, adds: Sequence[Add], first: int, done: Callable[[int, PxrsError | None], None]) -> None:
-        """Store entries whose checksums were checked. done: called on the journal's thread for each of them, in order:
-        once it is synced, or with the reason why it is not stored. Their numbers begin with `first`. Raises Closed."""
+        """Store entries whose checksums the caller has verified. first: the number of the first add. done: called on
+        the journal's thread for each add, in order, with its number, and with None when it is synced or else the reason
+        why it is not stored. Raises Closed."""
         with self.lock:
             for number, add in enumerate(adds, first):
                 error = self._add(add, functools.partial(self._told, number, done))
-                if error is not None:  # told in its turn, so that one number says which adds are done
+                if error is not None:  # reported in order too, so that one number tells which adds are done
                     self.journal.submit(Write(None, (), functools.partial(_refuse, number, done, error)))
 
     def _add(self, add: Add, done: Callable[[Exception | None], None]) -> PxrsError | None:
@@ -170,7 +170,8 @@ class StorageNode:
         return None
 
     def _is_damaged(self, add: Add) -> bool:
-        """Whether the entry, which is there, was found damaged where it lies, so that it is to be written again."""
+        """Whether a read has found the stored entry damaged at its current position, so that it must be written
+        again."""
         position = self._reader.damaged.get((add.ledger, add.entry)) if self._reader.damaged else None
         state = None if position is None else self.core.state(add.ledger)
         place = None if state is None else entries_of(state).find(add.entry)
@@ -198,8 +199,8 @@ class StorageNode:
     def _decide(
         self, decide: Callable[..., Outcome], ledger: str, *arguments: object
     ) -> tuple[object, Callable[[], None]]:
-        """The reply of the core, and a function that waits until it may be given. The caller holds the lock, and must
-        release it before it waits."""
+        """The reply of the core, and a function that waits until the reply may be sent. The caller holds the lock, and
+        must release it before it calls the function."""
         state = self.core.state(ledger)
         before = 0 if state is None else state.fence
         outcome = decide(ledger, *arguments)
@@ -217,7 +218,8 @@ class StorageNode:
         return outcome.reply, self._wait_for(Write(record, (), _ignore, undo))
 
     def _wait_for(self, write: Write) -> Callable[[], None]:
-        """Submit the write; a function that waits until it is synced. Raises NodeFull, NodeUnreachable."""
+        """Submit the write. Returns a function that waits until it is synced, which raises NodeFull,
+        NodeUnreachable."""
         is_done = threading.Event()
         errors: list[Exception | None] = []
 
@@ -227,7 +229,7 @@ class StorageNode:
 
         def wait() -> None:
             if not is_done.wait(SYNC_S_MAX):
-                raise NodeUnreachable(self.id, f"the disk has not synced the journal for {SYNC_S_MAX:g} s")
+                raise NodeUnreachable(self.id, f"the journal was not synced within {SYNC_S_MAX:g} s; the disk may hang")
             if errors[0] is not None:
                 raise self._failure(errors[0])
 
@@ -238,8 +240,8 @@ class StorageNode:
     def read(
         self, ledger: str, first: int, last: int, max_bytes: int, recovery: int | None, *, heads: bool
     ) -> Iterator[Found]:
-        """What the node has of the entries from `first` to `last`: an iterator that reads each when it is asked for it,
-        and ends after `max_bytes`, at least one entry. Raises LedgerFenced, NodeFull."""
+        """An iterator over the node's answers for the entries from `first` to `last`. It reads each entry when it is
+        asked for it, and ends after `max_bytes`, but not before the first entry. Raises LedgerFenced, NodeFull."""
         last = min(last, first + READ_ENTRIES_MAX - 1)
         with self.lock:
             reply, wait = self._decide(self.core.read, ledger, first, last, recovery)
@@ -252,7 +254,7 @@ class StorageNode:
         return self._reader.read(ledger, range(first, last + 1), present, max_bytes, heads=heads)
 
     def page(self, ledger: str, after: int, limit: int) -> IndexPage:
-        """Some entries of a ledger, all synced. Raises NodeFull."""
+        """The first `limit` entries of a ledger after `after`, all synced. Raises NodeFull."""
         with self.lock:
             reply, wait = self._decide(self.core.index, ledger, after, limit)
             assert isinstance(reply, Indexed)
@@ -262,7 +264,7 @@ class StorageNode:
         return IndexPage([place for place in found if place is not None], reply.lac, reply.fence, reply.is_more)
 
     def ledgers(self) -> list[tuple[str, int]]:
-        """Every ledger of which the node has something, with the mark that `remove` wants."""
+        """Every ledger of which the node has data, each with the mark that `remove` needs."""
         with self.lock:
             return self.core.ledgers()
 
@@ -273,7 +275,8 @@ class StorageNode:
         wait()
 
     def remove(self, ledger: str, mark: int, *, has_partition: bool) -> bool:
-        """Remove a ledger that is garbage; whether it was removed. Returns when that is synced. Raises NodeFull.
+        """Remove a ledger that is garbage (`NodeCore.remove`). Returns whether it was removed, when that is synced.
+        Raises NodeFull.
 
         Call `settle` between `ledgers`, which gave the mark, and this. An entry or a fence that is synced only after
         the removal was decided would count as voided by it, and be lost if the removal itself cannot be written."""
@@ -289,15 +292,15 @@ class StorageNode:
         return True
 
     def _restore(self, ledger: str, state: LedgerState) -> None:
-        """Take a removal back that could not be written."""
+        """Revert a removal whose record could not be written."""
         self.core.replay(FenceItem(ledger, state.fence))
         again = self.core.state(ledger)
         assert again is not None
         again.index, again.lac = state.index, state.lac
 
     def write_again(self, record: Record, body: bytes | memoryview) -> Callable[[], None]:
-        """Append a record that counts to the journal again. The caller holds the lock. A function that waits until it
-        is synced."""
+        """Append a live record to the journal again, for compaction. The caller holds the lock. Returns a function that
+        waits until the record is synced."""
         return self._wait_for(Write(record, (body,), _ignore))
 
     # The journal.
@@ -316,7 +319,7 @@ class StorageNode:
         self._room.failed(error)
 
     def close(self) -> None:
-        """Write what waits, and close the journal. Idempotent."""
+        """Write what is waiting, and close the journal. Idempotent."""
         self.journal.close()
 
 
@@ -329,9 +332,9 @@ _GAUGES: Final = (
 
 
 def check_add(add: Add) -> None:
-    """Raises InvalidArgument if the ledger's id cannot be one, a number cannot be stored, or the entry is too long."""
+    """Raises InvalidArgument if the ledger's id is malformed, a number cannot be stored, or the entry is too long."""
     if not is_ledger(add.ledger):
-        raise InvalidArgument(f"{add.ledger[:200]!r} is no id of a ledger")
+        raise InvalidArgument(f"{add.ledger[:200]!r} is not the id of a ledger")
     offset, rows, _, last_timestamp, stored_at, _ = add.head
     numbers = add.entry, add.lac, add.recovery or 0, offset, rows, last_timestamp, stored_at
     if max(numbers) > NUMBER_MAX or min(last_timestamp, stored_at) < -NUMBER_MAX:
@@ -339,12 +342,12 @@ def check_add(add: Add) -> None:
     if add.lac < -1 or min(add.entry, add.recovery or 0, offset, rows) < 0:
         raise InvalidArgument(f"an entry of ledger {add.ledger} has a negative number, recovery, offset or row count")
     if add.head.size > BODY_BYTES_MAX:
-        raise InvalidArgument(f"an entry has {add.head.size:,} bytes, and {BODY_BYTES_MAX:,} is the most")
+        raise InvalidArgument(f"an entry has {add.head.size:,} bytes; the maximum is {BODY_BYTES_MAX:,}")
 
 
 @functools.lru_cache(maxsize=4096)
 def is_ledger(text: str) -> bool:
-    """Whether the text can be the id of a ledger, and the registry could have a record of it."""
+    """Whether the text has the form of a ledger's id, and can be part of a key of the registry."""
     if not text.isascii() or len(text) > LEDGER_BYTES_MAX or text.count("/") != 2:
         return False
     try:
@@ -367,8 +370,8 @@ def _refuse(number: int, done: Callable[[int, PxrsError | None], None], why: Pxr
 
 
 def _ignore(error: Exception | None) -> None:
-    """The caller of `_wait_for` replaces it; a write that nobody waits for has it."""
+    """The `done` of a write until `_wait_for` replaces it."""
 
 
 def _nothing() -> None:
-    """Stands for a wait that is not needed."""
+    """The wait of a reply that need not wait for a sync."""

@@ -1,16 +1,17 @@
-"""What a storage node finds in its journal when it starts.
+"""Reads the journal of a storage node when the node starts, and begins a new segment.
 
-Segments are named by the position of their first byte in the journal, so a segment ends where the next one begins; what
-lies behind that in its file is left over from a write that failed, and is ignored. Sealed segments are read by their
-headers alone; a damaged body is noticed when the entry is read.
+Segments are named by the position of their first byte in the journal, so a segment ends where the next one begins.
+Bytes of its file after that point are left from a failed write and are ignored. Of sealed segments only the headers are
+read; a damaged body is noticed when the entry is read.
 
-A batch is written only after the sync of the batch before it. So of the last segment only the last batch may be torn:
-its records are used up to the first one that is not whole. Nobody can know whether the last batch was synced (the
-process may have died after a sync that failed, and a later sync of the same file reports success although the kernel
-has dropped the pages, L3). So the last batch is written again, into a new file, which begins where that batch began.
+A batch is written only after the sync of the batch before it. So only the last batch of the last segment can be torn;
+its records are used up to the first incomplete one. It is not known whether the last batch was synced: the process may
+have ended after a failed sync, and a later sync of the same file can report success although the kernel has dropped the
+pages (L3). So the last batch is written again, to a new file that begins where the batch began.
 
-A damaged header anywhere else was synced once. It is reported and never cut off. What was there is unknown: entries,
-and perhaps fences. A node with such a journal must never say that an entry is missing, and must not take adds.
+A damaged header anywhere else belongs to data that was synced once. It is reported, and the journal is never truncated
+there. The lost records may be entries or fences. A node with such a journal must never answer that an entry is missing,
+and must not accept adds.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from pxrs.log.directory.segments.writing import OpenSegment
 _logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 64 << 10
-"""How much of a segment is read at a time, where records are shorter than that."""
+"""How many bytes of a segment are read at a time, while its records are shorter than that."""
 NEW: Final = ".new"
-"""The end of the name of a segment that is being written when the node starts."""
+"""Suffix of the new segment's file name until its content is synced."""
 
 Apply = Callable[[Record], None]
 
@@ -55,21 +56,22 @@ class Opened:
     """A journal that was opened."""
 
     active: OpenSegment
-    """The last segment, which is appended to."""
+    """The last segment, to which the journal appends."""
     end: int
-    """The position behind the last record."""
+    """The position after the last record."""
     bases: list[int]
     """The position of the first byte of each segment, in rising order. The last segment is the active one."""
     gone: removed.Ranges
-    """What was removed because nothing in it counted any more."""
+    """The ranges of positions that the node has removed (`removed`)."""
     damage: list[DamagedFrame] = field(default_factory=list)
-    """Where headers are damaged."""
+    """The places where headers are damaged or segments are missing."""
 
 
 def open_journal(folder: str, seed: int, apply: Apply, bases: list[int]) -> Opened:
-    """Read the journal in this folder, which exists, and begin a new segment. Raises OSError.
+    """Read the journal in this folder, which must exist, and begin a new segment. Raises OSError.
 
-    apply: is called with every record, in order. bases: is filled with the bases of the segments before that."""
+    apply: called with every record, in order. bases: an empty list, to which the bases of the segments are added before
+    `apply` is called."""
     for name in os.listdir(folder):
         if name.endswith(NEW):
             os.unlink(f"{folder}/{name}")
@@ -88,7 +90,7 @@ def open_journal(folder: str, seed: int, apply: Apply, bases: list[int]) -> Open
     if bases:
         tail, begin = _last(folder, bases[-1], seed, apply, damage)
     for each in damage:
-        _logger.error("the journal is damaged: %s", each)
+        _logger.error("the journal is damaged, and the node accepts no entries: %s", each)
     active, end = _begin_again(folder, tail, begin, seed, bases[-1] if bases else None)
     if not bases or bases[-1] != begin:
         bases.append(begin)
@@ -98,12 +100,13 @@ def open_journal(folder: str, seed: int, apply: Apply, bases: list[int]) -> Open
 
 
 def _present(folder: str, gone: removed.Ranges, damage: list[DamagedFrame]) -> list[int]:
-    """The bases of the segments. Those that the node was about to unlink when it was killed are unlinked now."""
+    """The bases of the segments that exist. Segments that were recorded as removed and not unlinked yet, because the
+    node was killed in between, are unlinked now."""
     bases = segment_bases(folder)
     stale = [base for base in bases if removed.is_within(gone, base)]
     if stale:
-        # The node may have been killed before the list itself was durable. A power loss must not take the list and
-        # leave the files unlinked: that would be damage.
+        # The node may have been killed before the list of removed segments was durable. If a power loss took the list
+        # and left the files unlinked, the next start would report damage.
         removed.write(folder, gone)
     for base in stale:
         os.unlink(segment_path(folder, base))
@@ -116,8 +119,8 @@ def _present(folder: str, gone: removed.Ranges, damage: list[DamagedFrame]) -> l
 
 
 def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int) -> Iterator[Record]:
-    """The records between two places of a segment, read by their headers. Raises DamagedFrame, whose `position` is the
-    place in the file of the first record that is not whole."""
+    """The headers of the records between two places of a segment. Raises DamagedFrame, whose `position` is the place in
+    the file of the first record that is damaged or incomplete."""
     at, piece_bytes = begin, PIECE_BYTES
     while at < end:
         start, wanted = at, min(piece_bytes, end - at)
@@ -135,7 +138,7 @@ def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int)
 
 
 def read_body(descriptor: int, path: str, base: int, record: Record) -> bytes:
-    """The body of a record, checked. Raises DamagedFrame."""
+    """The body of a record. Raises DamagedFrame if its checksum does not match."""
     if not record.body_bytes:
         return b""
     at = record.position - base
@@ -148,7 +151,7 @@ def read_body(descriptor: int, path: str, base: int, record: Record) -> bytes:
 
 
 def _sealed(folder: str, base: int, following: int, seed: int, damage: list[DamagedFrame]) -> Iterator[Record]:
-    """The records of a segment before the last one. Adds to `damage`, and goes on behind it."""
+    """The records of a segment other than the last one. Damaged places are added to `damage` and skipped."""
     path, at = segment_path(folder, base), 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -167,8 +170,8 @@ def _sealed(folder: str, base: int, following: int, seed: int, damage: list[Dama
 
 
 def _last(folder: str, base: int, seed: int, apply: Apply, damage: list[DamagedFrame]) -> tuple[list[Record], int]:
-    """Apply the records of the last segment but those of its last batch. That batch, as far as it is whole, and where
-    it begins in the journal."""
+    """Apply the records of the last segment except those of its last batch. Returns the complete records of that batch,
+    and its position in the journal."""
     path = segment_path(folder, base)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -187,7 +190,7 @@ def _last(folder: str, base: int, seed: int, apply: Apply, damage: list[DamagedF
             except DamagedFrame as error:
                 found = _next(descriptor, error.position, size, base, seed, path)
                 if found is None or not _has_later_batch(descriptor, found, size, base, seed, path):
-                    _logger.warning("the end of the journal was being written when the node ended: %s", error)
+                    _logger.warning("the last write to the journal is incomplete and ignored: %s", error)
                     break
                 damage.append(error)
                 at = found
@@ -197,18 +200,18 @@ def _last(folder: str, base: int, seed: int, apply: Apply, damage: list[DamagedF
 
 
 def _whole(descriptor: int, path: str, base: int, batch: list[Record]) -> list[Record]:
-    """The records of the last batch up to the first one whose body is not whole."""
+    """The records of the last batch up to the first one whose body is incomplete."""
     for number, record in enumerate(batch):
         try:
             read_body(descriptor, path, base, record)
         except DamagedFrame as error:
-            _logger.warning("the end of the journal was being written when the node ended: %s", error)
+            _logger.warning("the last write to the journal is incomplete and ignored: %s", error)
             return batch[:number]
     return batch
 
 
 def _next(descriptor: int, at: int, size: int, base: int, seed: int, path: str) -> int | None:
-    """Where the next header behind a damaged one lies in the file; None if there is none before `size`."""
+    """The place in the file of the next header after a damaged one; None if there is none before `size`."""
     size = min(size, os.fstat(descriptor).st_size)
     begin = (at // ALIGNMENT + 1) * ALIGNMENT
     if begin >= size:
@@ -218,7 +221,7 @@ def _next(descriptor: int, at: int, size: int, base: int, seed: int, path: str) 
 
 
 def _has_later_batch(descriptor: int, at: int, size: int, base: int, seed: int, path: str) -> bool:
-    """Whether a batch begins at this place or behind it."""
+    """Whether a batch begins at this place or after it."""
     found: int | None = at
     while found is not None:
         try:
@@ -229,10 +232,10 @@ def _has_later_batch(descriptor: int, at: int, size: int, base: int, seed: int, 
 
 
 def _begin_again(folder: str, tail: list[Record], begin: int, seed: int, last: int | None) -> tuple[OpenSegment, int]:
-    """Write the last batch into a new segment; the segment, and the position behind its last record.
+    """Write the last batch to a new segment. Returns the segment and the position after its last record.
 
-    begin: where the batch begins in the journal. last: the base of the segment that the batch is in; None if there is
-    none."""
+    begin: the position of the batch in the journal. last: the base of the segment that contains the batch; None if
+    there is none."""
     path = segment_path(folder, begin)
     temporary = f"{path}{NEW}"
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

@@ -1,4 +1,4 @@
-"""Reads entries of a storage node from its journal. A damaged entry is "unreachable here", never "missing"."""
+"""Reads entries of a storage node from its journal. A damaged entry is answered with an error, never as missing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DAMAGED_MAX: Final = 10_000
 
 
 class Found(NamedTuple):
-    """What a node says about one entry."""
+    """The answer of a node for one entry."""
 
     entry: int
     head: EntryHead | None
-    """None if the node has no such entry, or cannot read it."""
+    """None if the node does not have the entry, or cannot read it."""
     body: bytes | memoryview = b""
     error: PxrsError | None = None
-    """Why the entry cannot be read; None if the node is sure that it has no such entry."""
+    """Why the entry cannot be read. If this and `head` are None, the node certainly does not have the entry."""
 
 
 class EntryReader:
@@ -36,11 +36,11 @@ class EntryReader:
     def __init__(
         self, node: str, core: NodeCore, journal: Journal, lock: threading.Lock, damage: Sequence[DamagedFrame]
     ) -> None:
-        """lock: guards the core. damage: where headers of the journal are damaged."""
+        """lock: guards the core. damage: the places where headers of the journal are damaged."""
         self._node, self._core, self._journal, self._lock, self._damage = node, core, journal, lock, damage
         self.damaged: dict[tuple[str, int], int] = {}
-        """By ledger and entry: the position of a record that was found damaged. At most DAMAGED_MAX. If such an entry
-        is added again, it is written again."""
+        """By ledger and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX. If such an
+        entry is added again, the node writes it again."""
 
     def read(self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool) -> Iterator[Found]:
         size = 0
@@ -57,20 +57,20 @@ class EntryReader:
         return Found(entry, None)
 
     def _read_one(self, ledger: str, entry: int, *, heads: bool) -> Found:
-        """An entry that was there when it was looked for. It may have been moved by compaction since."""
+        """Read an entry that was in the index. Compaction may have moved it since: then the read is repeated."""
         while True:
             with self._lock:
                 state = self._core.state(ledger)
                 place = None if state is None else entries_of(state).find(entry)
             if place is None or place.position == UNSYNCED:
-                return Found(entry, None, error=NodeUnreachable(self._node, f"ledger {ledger} was removed meanwhile"))
+                return Found(entry, None, error=NodeUnreachable(self._node, f"ledger {ledger} was just removed"))
             try:
                 if heads and place.rows:
                     return Found(entry, place.head, self._read_heads(ledger, place))
                 record, body = self._journal.read(ledger, place.position, place.size)
                 if record.entry != entry:
                     raise DamagedFrame(
-                        self._journal.folder, place.position, f"entry {record.entry} lies where {entry} should"
+                        self._journal.folder, place.position, f"found entry {record.entry} instead of {entry}"
                     )
                 return Found(entry, place.head, body)
             except (DamagedFrame, OSError) as error:
@@ -88,7 +88,7 @@ class EntryReader:
         return now is None or now.position != place.position
 
     def _read_heads(self, ledger: str, place: Place) -> bytes:
-        """The headers of the frames of an entry, one behind the other, each checked."""
+        """The headers of the frames of an entry, one after the other, each verified."""
         found, at = [], 0
         while at < place.size:
             data, path = self._journal.read_part(ledger, place.position, at, min(HEADER_BYTES, place.size - at))

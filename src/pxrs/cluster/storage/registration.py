@@ -1,9 +1,10 @@
-"""Keeps a storage node known to the cluster: its key among those that live, its load, the end of its journal.
+"""Keeps the records of a storage node in the registry up to date: the ephemeral key of a live node with its load, and
+the end of its journal.
 
-The lease is not what makes the node safe. While the registry cannot be reached, the node goes on serving; when its
-lease was lost, it takes another one. It stops only if the registry says that it is not this node any more: another
-process has started as the same node (the disk was copied), or an operator has had it forgotten. A node that was
-retired goes on serving what it has, until it is stopped.
+Safety does not depend on the node's lease. The node serves while the registry cannot be reached, and takes a new lease
+when it has lost the old one. It stops only if its record shows that this process is no longer the node: another process
+has started with the same id (the disk was copied), or an operator has removed the record (`forget`). A retired node
+serves what it has until it is stopped.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from pxrs.waiting import start_thread
 _logger = logging.getLogger(__name__)
 
 RECORD_EVERY: Final = 10
-"""The end of the journal is recorded in every tenth round, and when the node stops."""
+"""The node records the end of its journal in every tenth round, and when it stops."""
 CHANGE: Final = 0.05
-"""The load is written again when it has changed by this part of it. Every write wakes the brokers."""
+"""The node writes its load when it has changed by more than this fraction, because every write wakes all brokers."""
 
 
 class Registration:
-    """One thread. `start`, then `close`."""
+    """Runs one thread, from `start` to `close`."""
 
     def __init__(
         self,
@@ -42,25 +43,26 @@ class Registration:
         limits: StorageLimits,
         on_replaced: Callable[[PxrsError], None],
     ) -> None:
-        """on_replaced: called once, on the thread, if this process must stop."""
+        """on_replaced: called once, on that thread, if this process must stop because it is no longer the node."""
         self._registry, self._node, self._starts, self._address = registry, node, starts, address
         self._limits, self._on_replaced = limits, on_replaced
         self._lease: Lease | None = None
         self._shown: Load | None = None
-        """The load that the registry has, under the lease that lives."""
+        """The load that was last written under the current lease; None if none was."""
         self._problem: str | None = None
         self._is_retired = False
-        """As last read. Brokers read it by themselves; this is for people who look at the node."""
+        """Whether the node's record was retired when it was last read. Used only for the log and for
+        `AliveNode.refuses`."""
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Returns when the node is known to be alive. Raises RegistryError, ClusterError."""
+        """Write the key of the live node, then start the thread. Raises RegistryError, ClusterError."""
         self._show()
         self._thread = start_thread(self._run, "pxrs-storage-registration")
 
     def close(self) -> None:
-        """The node's key goes with the lease. Idempotent."""
+        """Record the end of the journal and end the lease, which deletes the key of the live node. Idempotent."""
         self._is_closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -68,7 +70,7 @@ class Registration:
             try:
                 self._record()
             except PxrsError as error:
-                _logger.warning("the end of the journal was not recorded: %s", error)
+                _logger.warning("the end of the journal could not be recorded in the registry: %s", error)
         if self._lease is not None:
             self._lease.close()
 
@@ -93,14 +95,14 @@ class Registration:
             except PxrsError as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    _logger.warning("the node goes on without the registry: %s", error)
+                    _logger.warning("the registry does not answer; the node continues to serve: %s", error)
 
     def _show(self) -> None:
-        """Write the node's key, if its lease was lost or its load has changed."""
+        """Write the key of the live node if the lease was lost or the load has changed."""
         load = self._node.load
         if self._lease is None or not self._lease.alive:
             if self._lease is not None:
-                _logger.warning("the lease of the node was lost; it takes another one")
+                _logger.warning("the node has lost its lease and takes a new one")
                 self._lease.close()
             self._lease, self._shown = None, None
             self._check_standing()
@@ -113,17 +115,17 @@ class Registration:
         self._shown = load
 
     def _check_standing(self) -> tuple[NodeRecord, int]:
-        """The node's record and its version. Raises ClusterError if it is not that of this process any more."""
+        """The node's record and its version. Raises ClusterError if this process is no longer the node."""
         entry = self._registry.get(node_key(self._node.id))
         if entry is None:
             raise self._replaced(
-                "its record is gone from the registry: the node was forgotten, or the registry emptied or replaced"
+                "its record is gone: an operator removed it (forget), or the registry was emptied or replaced"
             )
         record = NodeRecord.parse(entry.key, entry.value)
         if record.starts > self._starts:
             raise self._replaced(
-                f"another process was started as this node ({record.address}, start {record.starts}, and this process "
-                f"is start {self._starts}): its directory is a copy; keep one of the two",
+                f"another process was started as this node ({record.address}, start {record.starts}; this process is "
+                f"start {self._starts}), so one directory is a copy of the other; run only one of the two",
             )
         if (record.state == RETIRED) != self._is_retired:
             self._is_retired, self._shown = not self._is_retired, None
@@ -131,10 +133,10 @@ class Registration:
         return record, entry.version
 
     def _replaced(self, why: str) -> ClusterError:
-        return ClusterError(f"this process is not the storage node {self._node.id} any more: {why}")
+        return ClusterError(f"this process is no longer the storage node {self._node.id}: {why}")
 
     def _record(self) -> None:
-        """Record the end of the journal: a disk with less is an older copy (C5)."""
+        """Write the end of the journal to the node's record. A disk with a shorter journal is an older copy (C5)."""
         record, version = self._check_standing()
         if (problem := older_registry(record, self._starts, self._node.recorded_end)) is not None:
             raise RegistryError(problem)  # and is left as it is, so that no ledger is removed (`collecting`)
@@ -163,7 +165,7 @@ def older_registry(record: NodeRecord, starts: int, recorded_end: int) -> str | 
 
 
 def _differs(now: Load, shown: Load) -> bool:
-    """Whether brokers should know."""
+    """Whether the load has changed enough to be written."""
     if now.refuses != shown.refuses or now.ledgers != shown.ledgers:
         return True
     return any(

@@ -1,8 +1,8 @@
-"""Which parts of a journal were removed because nothing in them counted any more.
+"""The list of the parts of a journal that the node has removed, because it no longer needed any record in them.
 
-Without this list, a segment file that somebody deleted or that a file system lost could not be told from one that the
-node itself has removed. The list is one file beside the segments; it is replaced, and synced, before a segment file is
-unlinked. Ranges that touch are one range, so the list stays short.
+Without this list, a segment that was deleted by mistake or lost by the file system could not be distinguished from one
+that the node has removed. The list is one file beside the segments. It is replaced and synced before a segment is
+unlinked. Adjacent ranges are merged, so the list stays short.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pxrs import disk
 
 FILE: Final = "removed"
 Ranges = list[tuple[int, int]]
-"""Half-open ranges of positions in the journal, in rising order, that do not touch."""
+"""Half-open ranges of positions in the journal, in rising order and not adjacent."""
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -29,7 +29,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def read(folder: str) -> Ranges | None:
-    """The ranges that were removed; None if the file is damaged."""
+    """The removed ranges; None if the file is damaged."""
     try:
         text = disk.read_with_checksum(f"{folder}/{FILE}")
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def read(folder: str) -> Ranges | None:
 
 
 def write(folder: str, ranges: Ranges) -> None:
-    """Returns when it is durable. Raises OSError."""
+    """Replace the list durably. Raises OSError."""
     disk.replace_file(f"{folder}/{FILE}", disk.with_checksum(json.dumps(ranges)), is_durable=True)
     disk.sync_folder(folder)
 
@@ -50,7 +50,7 @@ def is_within(ranges: Ranges, position: int) -> bool:
 
 
 def segment_end(ranges: Ranges, bases: list[int], base: int) -> int | None:
-    """Where the segment with this base ends: where the next one, or a range that was removed, begins. None if it is the
-    last one."""
+    """The position at which the segment with this base ends: where the next segment or a removed range begins. None if
+    it is the last segment."""
     following = [each for each in bases if each > base] + [begin for begin, _ in ranges if begin > base]
     return min(following, default=None)

@@ -1,4 +1,4 @@
-"""Whether the disk of a storage node can take entries: it has room, and the journal was written the last time."""
+"""Whether a storage node can accept entries: its disk has free space, and the last write of the journal succeeded."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pxrs import disk
 _logger = logging.getLogger(__name__)
 
 Probe = Callable[[Callable[[Exception | None], None]], None]
-"""Writes something to the journal, and calls the function when it is synced (None) or has failed."""
+"""Writes a PROBE record to the journal, and calls the function with None when it is synced, or with the error."""
 
 
 class Room:
     """Threads share it."""
 
     def __init__(self, folder: str, free_bytes_min: int, probe: Probe) -> None:
-        """free_bytes_min: with less room than this, no entries are taken."""
+        """free_bytes_min: with less free space than this, the node accepts no entries."""
         self._folder, self._free_bytes_min, self._probe = folder, free_bytes_min, probe
         self.problem: str | None = None
-        """Why no entries are taken; None if they are."""
+        """Why the node accepts no entries; None if it does."""
         self._left = 0
-        """How many bytes of entries may be taken before the next look. Set by `look`, lowered by `take`."""
+        """How many bytes of entries the node accepts before the next look. Set by `look`, lowered by `take`."""
 
     @property
     def free_bytes(self) -> int:
@@ -38,8 +38,8 @@ class Room:
         return found.f_bavail * found.f_frsize
 
     def look(self) -> None:
-        """Look whether there is room, and, after a failure, whether the journal can be written again. Called now and
-        then."""
+        """Check the free space and, after a failure, whether the journal can be written again. The registration calls
+        this at intervals of `alive_s`."""
         try:
             free = self._free_bytes()
         except OSError as error:
@@ -47,7 +47,7 @@ class Room:
             return
         self._left = free - self._free_bytes_min
         if free < self._free_bytes_min:
-            self._set(f"the disk is full: {free:,} bytes are free, and {self._free_bytes_min:,} are needed")
+            self._set(f"the disk is full: {free:,} bytes are free, {self._free_bytes_min:,} are required")
         elif self.problem is not None:
             self._probe(self._probed)
 
@@ -69,6 +69,6 @@ class Room:
     def _set(self, why: str | None) -> None:
         before, self.problem = self.problem, why
         if why is not None and before is None:
-            _logger.error("the node takes no entries: %s", why)
+            _logger.error("the node accepts no entries: %s", why)
         elif why is None and before is not None:
-            _logger.warning("the node takes entries again")
+            _logger.warning("the node accepts entries again")

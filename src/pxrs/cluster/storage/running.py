@@ -1,8 +1,8 @@
-"""Starts and stops a storage node: its directory, its port, its registration, its collector.
+"""Starts and stops a storage node: its directory, its port, its registration, its garbage collector.
 
-Order of the start: the directory's identity, then the port, then the registry is told that the node lives. Order of the
-stop: the registry is told first, so that brokers choose other nodes; then calls end; then the journal is closed, which
-syncs what was accepted; then the directory is free.
+Start: bind the port, decide the identity of the directory and open the journal, serve, and only then register the node
+as alive. Stop: end the registration first, so that brokers choose other nodes; then end the calls; then close the
+journal, which syncs what was accepted; then unlock the directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pxrs import grpc_fork  # first: it imports gRPC in its own way
+from pxrs import grpc_fork  # before grpc, which it imports with settings of its own
 
 # isort: split
 import grpc
@@ -39,11 +39,11 @@ from pxrs.server.serving import grpc_options
 _logger = logging.getLogger(__name__)
 
 REFRESH_S: Final = 1.0
-"""How often the node looks whether the tokens file has changed."""
+"""Interval at which the node checks whether the tokens file has changed."""
 _LOOK_S: Final = 0.02
 _CLOSE_S: Final = 1.0
 _EXTRA_CALLS: Final = 200
-"""Calls of gRPC beyond `streams_max`: health checks, and calls that are being refused."""
+"""gRPC calls permitted beyond `streams_max`: health checks, and calls that are being refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class StorageSettings:
 
     directory: Path
     listen: str = "127.0.0.1:0"
-    """Host and port; port 0 chooses a free one."""
+    """Host and port; port 0 selects a free port."""
     advertise: str | None = None
-    """The address that brokers are told; by default the one that it listens on."""
+    """The address under which brokers reach the node; by default the one on which it listens."""
     limits: StorageLimits = field(default_factory=StorageLimits)
     auth: str | None = None
-    """The path of the tokens file; None: everything is permitted to everybody."""
+    """The path of the tokens file; None permits everything to everybody."""
     credentials: Any = None
-    """What `grpc.ssl_server_credentials` returns; None for a port without TLS."""
+    """The result of `grpc.ssl_server_credentials`; None for a port without TLS."""
 
 
 class StorageServer:
@@ -81,9 +81,9 @@ class StorageServer:
         self._collector: Collector | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self.address = ""
-        """Host and port that brokers are told, once it listens."""
+        """Host and port under which brokers reach the node; set when it listens."""
         self.replaced: asyncio.Future[PxrsError] = asyncio.get_running_loop().create_future()
-        """Done when this process must stop, because it is not this node any more."""
+        """Done when this process must stop because it is no longer the node (`Registration`)."""
 
     @property
     def node(self) -> StorageNode:
@@ -91,7 +91,7 @@ class StorageServer:
         return self._started.node
 
     async def start(self) -> None:
-        """Serve. Raises CannotListen, NodeFormatUnsupported, InvalidArgument, RegistryError, OSError."""
+        """Start to serve. Raises CannotListen, NodeFormatUnsupported, InvalidArgument, RegistryError, OSError."""
         settings, limits = self._settings, self._settings.limits
         port = self._bind()
         self.address = settings.advertise or f"{settings.listen.rpartition(':')[0]}:{port}"
@@ -149,10 +149,10 @@ class StorageServer:
             try:
                 await self._service.refresh()
             except Exception:
-                _logger.exception("the tokens file was not looked at; the next try is in %g s", REFRESH_S)
+                _logger.exception("the tokens file could not be checked; the next try is in %g s", REFRESH_S)
 
     async def stop(self) -> None:
-        """Also after a start that failed."""
+        """Stop the node, also after a start that failed."""
         if self._refreshing is not None:
             self._refreshing.cancel()
         self._health.leave()
@@ -176,6 +176,7 @@ class StorageServer:
 
 @contextlib.contextmanager
 def storing(registry: Registry, settings: StorageSettings) -> Iterator[StorageServer]:
-    """Run a storage node on a thread of its own, for the block. For tests, and for clusters within one process."""
+    """Run a storage node on a thread of its own for the duration of the block. For tests, and for clusters in one
+    process."""
     with running_apart("pxrs-storage", lambda: StorageServer(registry, settings)) as server:
         yield server

@@ -1,8 +1,9 @@
-"""The methods of Arrow Flight's service that a storage node has, on `grpc.aio` (docs/cluster-format.md).
+"""The gRPC service of a storage node: the methods of Arrow Flight that it supports, on `grpc.aio`
+(docs/cluster-format.md).
 
-As in `pxrs.server.service`: each method identifies its caller before it receives a request, checks what it may do
-before it has any effect (W4), and every message names the node that it is meant for, so that a node which has taken
-over an address answers WrongNode (C5).
+As in `pxrs.server.service`, each method identifies its caller before it receives a request, and checks the caller's
+permissions before it has any effect (W4). Every request names the node that it is meant for; a node that runs at the
+former address of another node answers WrongNode (C5).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 REQUEST_S: Final = 30.0
 PIECE_BYTES: Final = 4 << 20
-"""How much of a read is read at a time, and held until the broker takes it; at least one entry."""
+"""How many bytes of a read are read at a time and held until the broker has received them; at least one entry."""
 INDEX_MAX: Final = 10_000
 _DETAILS_MAX: Final = 500
 _STATUSES: Final = (
@@ -53,7 +54,7 @@ Result = dict[str, Any]
 
 
 class Standing(NamedTuple):
-    """What a node says about itself."""
+    """What a node answers about itself to `storage.hello`."""
 
     cluster: str
     starts: int
@@ -70,7 +71,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         limits: StorageLimits,
         collect: Callable[[], Result],
     ) -> None:
-        """collect: looks for garbage now, and returns what it found. It may block."""
+        """collect: runs a round of garbage collection and returns its result. It may block."""
         self._node, self._standing, self._gate, self._limits = node, standing, gate, limits
         self._collect, self._collecting = collect, threading.Lock()
         self.pool = ThreadPoolExecutor(limits.threads, "pxrs-storage-call")
@@ -78,7 +79,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._reading = Budget(limits.read_held_bytes_max, "entries that brokers have not taken yet")
         self.streams: dict[AddStream, Caller] = {}
         self.open = 0
-        """How many calls are open."""
+        """The number of open calls."""
         self._is_draining = False
         self._counts = CallCounts()
         methods: dict[str, Method] = {"DoPut": self._do_put, "DoGet": self._do_get, "DoAction": self._do_action}
@@ -98,14 +99,14 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(handler_call_details.method)
 
     async def refresh(self) -> None:
-        """Read the tokens file again if it has changed, and end the streams of tokens that are not valid any more."""
+        """Read the tokens file again if it has changed, and end the streams of tokens that are no longer valid."""
         await asyncio.to_thread(self._gate.refresh)
         for stream, caller in list(self.streams.items()):
             if not self._gate.is_valid(caller):
                 stream.end(unauthenticated())
 
     def leave(self) -> None:
-        """Take no further calls, and end the open streams."""
+        """Refuse further calls, and end the open streams."""
         self._is_draining = True
         for stream in list(self.streams):
             stream.end(Closed("the storage node is stopping"))
@@ -116,7 +117,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         first = await self._request(received)
         about = Given("DoPut", self._json(flight.read_flight_data(first).command or b"", "the descriptor"))
         if about.text("storage") != messages.ADDS:
-            raise InvalidArgument("a storage node takes streams of adds alone: see docs/cluster-format.md")
+            raise InvalidArgument("DoPut of a storage node supports only streams of adds: see docs/cluster-format.md")
         self._check_node(about)
         stream = AddStream(self._node, self._adding)
         self.streams[stream] = context.caller
@@ -147,7 +148,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
                     async with asyncio.timeout(self._limits.read_stalled_s):
                         await context.write(each)
             except TimeoutError:
-                raise Stalled(f"entries were not taken within {self._limits.read_stalled_s:g} s") from None
+                raise Stalled(f"the broker received no entries for {self._limits.read_stalled_s:g} s") from None
             finally:
                 self._reading.give_back(taken)
             if not piece:
@@ -157,7 +158,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         name, body = flight.read_action(await self._request(received))
         action = self._actions.get(name)
         if action is None:
-            raise InvalidArgument(f"a storage node has no call {name[:100]!r}: {', '.join(self._actions)}")
+            raise InvalidArgument(f"a storage node has no call {name[:100]!r}; use {', '.join(self._actions)}")
         given = Given(name, self._json(body or b"{}", "the body"))
         if name != messages.HELLO or "node" in given.found:
             self._check_node(given)
@@ -220,7 +221,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
     # Around each method.
 
     def _guarded(self, name: str, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
-        """The method; an error that it raises ends the call with a status."""
+        """A handler that runs the method and turns an error that it raises into a gRPC status."""
         received, sent = SERVER_RECEIVED.of(name), SERVER_SENT.of(name)
 
         async def call(incoming: Any, context: Any) -> None:
@@ -231,7 +232,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
                     if self._is_draining:
                         raise Closed("the storage node is stopping")
                     if self.open > self._limits.streams_max:
-                        raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this node: close some")
+                        raise ServerBusy(f"{self._limits.streams_max:,} calls are open, the maximum: try later")
                     caller = self._identify(context)
                     await method(aiter(CountedMessages(incoming, received)), _Replies(context, sent, caller))
             except (PxrsError, flight.MalformedMessage) as error:
@@ -240,12 +241,12 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
-            except grpc.aio.InternalError:  # the broker is gone: gRPC could send nothing to it
+            except grpc.aio.InternalError:  # the broker has disconnected
                 raise asyncio.CancelledError from None
             except Exception:
                 if context.cancelled() or context.done():
                     raise asyncio.CancelledError from None
-                _logger.exception("a call of a broker failed")
+                _logger.exception("a call of a broker failed unexpectedly")
                 await context.abort(grpc.StatusCode.INTERNAL, "the storage node failed unexpectedly; its log says why")
             finally:
                 self.open -= 1
@@ -253,7 +254,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         return call
 
     def _identify(self, context: Any) -> Caller:
-        """Who calls. Raises Unauthenticated, and NotPermitted without the right to use the cluster's nodes."""
+        """The caller. Raises Unauthenticated, and NotPermitted if its token does not have the grant cluster=member."""
         caller = self._gate.identify(dict(context.invocation_metadata() or ()), context.auth_context())
         if not caller.grants.may("cluster", "", "member"):
             raise NotPermitted(
@@ -264,7 +265,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Replies(CountedReplies):
-    """The context of a call for its method."""
+    """The context that a method gets: where it writes replies, and its caller."""
 
     def __init__(self, context: Any, sent: Any, caller: Caller) -> None:
         super().__init__(context, sent)
@@ -274,7 +275,7 @@ class _Replies(CountedReplies):
 def _ledger(given: Given) -> str:
     ledger = given.text("ledger")
     if not is_ledger(ledger):
-        raise InvalidArgument(f"{given.call}: {ledger[:200]!r} is no id of a ledger")
+        raise InvalidArgument(f"{given.call}: {ledger[:200]!r} is not the id of a ledger")
     return ledger
 
 
@@ -286,7 +287,7 @@ def _recovery(given: Given) -> int:
 
 
 def _piece(found: Iterator[Found]) -> list[bytes]:
-    """The next entries as messages, about PIECE_BYTES of them. May block."""
+    """The next entries as messages, about PIECE_BYTES in total; empty at the end. May block."""
     piece, size = [], 0
     for each in found:
         piece.append(_message(each))
@@ -305,7 +306,7 @@ def _message(found: Found) -> bytes:
 
 
 async def _abort(context: Any, error: Exception) -> None:
-    told = error if isinstance(error, PxrsError) else InvalidArgument(f"a message cannot be read: {error}")
+    told = error if isinstance(error, PxrsError) else InvalidArgument(f"a message is malformed: {error}")
     code = next((code for kind, code in _STATUSES if isinstance(told, kind)), grpc.StatusCode.UNKNOWN)
     details = str(told).encode("ascii", "backslashreplace")[:_DETAILS_MAX].decode()
     await context.abort(code, details, ((wire.ERROR_METADATA, wire.error_to_metadata(told)),))

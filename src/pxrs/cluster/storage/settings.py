@@ -1,5 +1,5 @@
-"""The bounds of what brokers can make a storage node hold (W5), and how it keeps its data. Each is an option of
-`pxrs storage`: `--limit NAME=VALUE`."""
+"""Limits of a storage node: the memory and connections that brokers can make it use (W5), and the intervals of its
+work. `pxrs storage --limit NAME=VALUE` sets each of them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class StorageLimits:
     connections_max: int = 2_000
-    """How many connections of all brokers are open at a time. Others are closed at once."""
+    """Maximum number of open connections of all brokers. Further connections are closed at once."""
     streams_max: int = 2_000
-    """How many calls of gRPC are open at a time."""
+    """Maximum number of open gRPC calls."""
     request_bytes_max: int = 1 << 20
-    """How long a ticket or the body of an action may be."""
+    """Maximum length of a ticket or of the body of an action."""
     add_bytes_max: int = 256 << 20
-    """How many bytes of entries are received and not synced yet. Streams wait until others are synced."""
+    """Maximum number of bytes of entries that are received and not yet synced. Beyond it, streams wait."""
     read_bytes_max: int = 16 << 20
-    """How many bytes one read returns at most, whatever a broker asks for; at least one entry."""
+    """Maximum number of bytes that one read returns, whatever the broker asks for; at least one entry."""
     read_held_bytes_max: int = 256 << 20
-    """How many bytes of entries that brokers have not taken yet are held for all reads."""
+    """Maximum number of bytes held in memory for all reads until brokers receive them."""
     read_stalled_s: float = 30.0
-    """How long a broker may take for a part of a read, or wait for room."""
+    """How long a broker may take to receive a part of a read, and how long a read waits for memory."""
     threads: int = 16
-    """How many fences and reads run at a time."""
+    """Maximum number of fences and reads that run at a time."""
     segment_bytes: int = 256 << 20
-    """After this length the journal goes on in another file."""
+    """Length at which the journal continues in another file."""
     free_bytes_min: int = 64 << 20
-    """With less room on its disk the node takes no entries."""
+    """With less free space on its disk the node accepts no entries."""
     collect_s: float = 30.0
-    """How often the node looks for ledgers that are garbage, and for segments to compact."""
+    """Interval between two rounds of garbage collection and compaction."""
     compact_below: float = 0.5
-    """A segment is compacted when less than this part of it still counts."""
+    """A segment is compacted when less than this fraction of it is still needed."""
     alive_s: float = 3.0
-    """How often the node records its load and its journal's end in the registry."""
+    """Interval at which the node writes a changed load to the registry."""
     lease_s: float = 10.0
-    """For this time after its last renewal the node counts as alive."""
+    """TTL of the node's lease: how long it counts as alive without renewing it."""
     drain_s: float = 5.0
-    """How long a node that was told to stop waits for answers that are under way."""
+    """How long a node that is stopping waits for calls that are under way."""
     keepalive_s: float = 20.0
-    """After how many seconds without a message a broker is asked whether it is there."""
+    """Interval without a message after which the node pings a broker."""
     keepalive_timeout_s: float = 10.0
-    """How long that question may stay unanswered. Then the connection is closed, with all its streams."""
+    """How long a ping may remain unanswered before the connection is closed, with all its streams."""
