@@ -9,6 +9,7 @@ too long is ended. `is_over` tells such an end from others.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class Limits:
         self._wake = threading.Event()
         self._thread = BackgroundThread("pxrs-remote-limit", self._end_overdue, self._wake.set)
         self._is_closed = False
+        self._pid = os.getpid()
 
     @contextmanager
     def kept(self, limit: Limit, end: Callable[[], object]) -> Iterator[None]:
@@ -73,9 +75,11 @@ class Limits:
                 self._kept.add(limit)
             yield
         finally:
-            with self._lock:
-                self._kept.discard(limit)
-            self._thread.release()
+            # Not in a forked child: a thread that does not exist there may hold one of the locks.
+            if os.getpid() == self._pid:
+                with self._lock:
+                    self._kept.discard(limit)
+                self._thread.release()
 
     def close(self) -> None:
         """End all streams. Idempotent."""
