@@ -228,7 +228,9 @@ class BackgroundThread:
         """step:      waits for a change and reports it; may return at any time, and must return after `interrupt`
         on_end:    called once, when this is closed and the thread, if there is one, does not run any more"""
         self._name, self._step, self._interrupt, self._on_end = name, step, interrupt, on_end
-        self._changed = threading.Condition(threading.Lock())
+        # Its lock is reentrant: the garbage collector may end a generator, whose end calls `release`, in a thread that
+        # has the lock.
+        self._changed = threading.Condition(threading.RLock())
         self._needed = 0
         """How many calls of `need` were not followed by `release` yet."""
         self._thread: threading.Thread | None = None

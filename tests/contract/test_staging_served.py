@@ -26,12 +26,13 @@ from pxrs.publishing.staging.contract import Staging
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.publishing.staging.frames import Piece
 from pxrs.publishing.staging.served import ServedStaging
+from pxrs.remote.client import limits, transfers
 from pxrs.remote.client.transfers import connected
 from pxrs.server.serving import serving
 from pxrs.testing.log_fixtures import records
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.staging_contract import DAY_S, OTHER, TOPIC, StagingContract, feed, rows, staged
-from pxrs.testing.waiting import eventually
+from pxrs.testing.waiting import aside, eventually
 
 
 @pytest.fixture
@@ -158,6 +159,28 @@ def test_a_file_is_sent_again_after_a_break_and_counts_once(hub: Hub, monkeypatc
             restore.join()
             assert again is not None
             assert staged(place, "q", 1, again) == [(0, [b"v"])]
+
+
+def test_a_file_is_sent_again_if_a_thread_of_the_server_hangs_and_counts_once(
+    hub: Hub, place: ServedStaging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "STALLED_S", 0.4)
+    monkeypatch.setattr(limits, "LOOK_S", 0.05)
+    create, hangs, opened = DirectoryStaging.create, [True], threading.Event()
+
+    def hanging(*given: Any) -> Any:
+        if hangs and hangs.pop():
+            opened.wait(30)
+        return create(*given)
+
+    monkeypatch.setattr(DirectoryStaging, "create", hanging)
+    try:
+        name = aside(lambda: place.stage(TOPIC, "q", 0, 0, [rows(b"a"), rows(b"b")]).name).result(20)
+    finally:
+        opened.set()
+    assert name is not None
+    assert staged(place, "q", 0, name) == [(0, [b"a", b"b"])]
+    eventually(lambda: files_in(hub) == [f"staging/{TOPIC.id}/q/0/{name}"])
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../q", "q/../../x", "/etc", "a b", "q\0", ".hidden", "x" * 201, "ä"])

@@ -29,9 +29,11 @@ from pxrs.publishing.staging.contract import Staging
 from pxrs.publishing.staging.files import NewFile, Staged
 from pxrs.publishing.staging.frames import Piece
 from pxrs.remote import flight, wire
+from pxrs.remote.client import transfers
 from pxrs.remote.client.connection import Connection
 from pxrs.remote.client.faults import AWAY, Unanswered
-from pxrs.remote.client.transfers import Patience, answers, ask, connected, messages
+from pxrs.remote.client.limits import Limit
+from pxrs.remote.client.transfers import Patience, answers, ask, connected, kept, messages
 
 _logger = logging.getLogger(__name__)
 
@@ -133,8 +135,10 @@ class ServedFile(NewFile):
             call: Any = None
             try:
                 with patience.channel() as channel, answers():
-                    call = channel.put(self._messages(), metadata=channel.metadata)
-                    answer = next(call, None)
+                    limit = Limit(transfers.STALLED_S)
+                    call = channel.put(self._messages(limit), metadata=channel.metadata)
+                    with kept(connection, limit, call):
+                        answer = next(call, None)
                     if answer is not None:
                         return str(wire.loads(flight.read_result(answer))["file"])
                     raise Unanswered("the server has ended the stream without an answer", was_sent=True)
@@ -144,16 +148,18 @@ class ServedFile(NewFile):
                 if call is not None:
                     call.cancel()
 
-    def _messages(self) -> Iterator[bytes]:
-        """Called by gRPC, on a thread of its own."""
+    def _messages(self, limit: Limit) -> Iterator[bytes]:
+        """Called by gRPC, on a thread of its own: for the next message when the server has room for more."""
         command = wire.dumps({**self._place, "stage": self._place["query"], "task": self._task})
         yield flight.flight_data(flight.FlightData(flight.SCHEMA_HEADER, command=command))
         for number, piece in enumerate(self._spool.pieces):
+            limit.wait()
             about: dict[str, Any] = {"partition": piece.partition}
             if piece.codec:
                 about["codec"] = CODECS[piece.codec]
             header, body = flight.ipc_message(memoryview(self._spool.data(number)))
             yield flight.flight_data(flight.FlightData(header, body, wire.dumps(about)))
+        limit.wait()
         yield flight.flight_data(flight.FlightData(app_metadata=wire.dumps({"rows": self._rows})))
 
 
@@ -200,7 +206,7 @@ class ServedStaging(Staging):
         with self.connected() as connection:
             try:
                 with Patience(connection).channel() as channel:
-                    for message, about in messages(channel, ticket):
+                    for message, about in messages(connection, channel, ticket):
                         if about.get("gone"):
                             raise FileNotFoundError(f"staged files of batch {batch} of query {query} are gone")
                         yield _piece(message, about)

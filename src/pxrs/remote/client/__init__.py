@@ -6,7 +6,7 @@
 | `connection` | the connection of this process, shared by all that have the same address: calls, and what is armed |
 | `link` | connects, and connects again after a break |
 | `channel`, `control`, `arming` | one gRPC connection; its control stream; watches and subscriptions that outlive it |
-| `faults`, `tls` | what a failed call proves; why TLS has failed |
+| `faults`, `limits`, `tls` | what a failed call proves; streams without progress; why TLS has failed |
 | `log`, `topic`, `session`, `subscriptions`, `reads`, `appends` | the `Log` |
 | `registry`, `lease` | the `Registry` |
 | `transfers` | streams that may take long: ranges of a topic for Spark's tasks, and staged files |

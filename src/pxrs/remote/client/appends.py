@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -31,14 +30,12 @@ from pxrs.remote import flight, wire
 from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import Hello
 from pxrs.remote.client.faults import Unanswered, error_in, text_of
-from pxrs.waiting import BackgroundThread
+from pxrs.remote.client.limits import Limit, Limits
 
 IDLE_MAX: Final = 8
 """How many idle streams are kept. Each has a thread of gRPC's, which sends."""
 CERTAIN: Final = (InvalidArgument, UnknownTopic, HubMoved, NoWritePermission, NotPermitted, ServerBusy)
 """Errors that end a stream of appends before the append that is under way is stored."""
-LOOK_S: Final = 0.5
-"""How often the streams whose time is over are ended."""
 PART_BATCHES, PART_BYTES = 500, 4 << 20
 """How large one append of the wire becomes, unless one partition has more. Smaller parts are synced to disk more often;
 larger ones let the server wait longer before it begins to store."""
@@ -162,14 +159,11 @@ class PutStream:
 class PutStreams:
     """The streams of one connection. Threads share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._lock = threading.Lock()
         self._idle: deque[PutStream] = deque()
         """The one that was used last comes last."""
-        self._limits: dict[PutStream, float] = {}
-        """The streams that are in use, and when each is ended."""
-        self._wake = threading.Event()
-        self._watchdog = BackgroundThread("pxrs-remote-limit", self._end_overdue, self._wake.set)
         self._is_closed = False
 
     def append(
@@ -179,25 +173,13 @@ class PutStreams:
         Raises Unanswered if there can be no stream."""
         stream = self._idle_one(channel, topic_id) or PutStream(channel, topic, topic_id)
         sent: Sent | None = None
+        limit = Limit(timeout_s)
         try:
-            self._watchdog.need()
-            try:
-                with self._lock:
-                    if self._is_closed:
-                        raise Unanswered(f"{channel.target}: the connection was closed", was_sent=False)
-                    self._limits[stream] = time.monotonic() + timeout_s
-                sent = stream.append(parts, lambda: self._extend(stream, timeout_s))
-                return sent
-            finally:
-                with self._lock:
-                    self._limits.pop(stream, None)
-                self._watchdog.release()
+            with self._limits.kept(limit, stream.end):
+                sent = stream.append(parts, limit.wait)
+            return sent
         finally:
             self._give_back(stream, is_good=sent is not None and sent.error is None)
-
-    def _extend(self, stream: PutStream, timeout_s: float) -> None:
-        with self._lock:
-            self._limits[stream] = time.monotonic() + timeout_s
 
     def end_idle(self) -> None:
         """End the streams that nobody uses now: the server waits for them before it ends."""
@@ -208,14 +190,10 @@ class PutStreams:
             stream.end()
 
     def close(self) -> None:
-        """End all streams. Idempotent."""
+        """End the streams that nobody uses, and keep none from now on. Idempotent."""
         with self._lock:
             self._is_closed = True
-            used = list(self._limits)
         self.end_idle()
-        for stream in used:
-            stream.end()
-        self._watchdog.close()
 
     def _idle_one(self, channel: Channel, topic_id: str) -> PutStream | None:
         found, dead = None, []
@@ -239,11 +217,3 @@ class PutStreams:
                 ended = self._idle.popleft() if len(self._idle) > IDLE_MAX else None
         if ended is not None:
             ended.end()
-
-    def _end_overdue(self) -> None:
-        self._wake.wait(LOOK_S)
-        now = time.monotonic()
-        with self._lock:
-            overdue = [stream for stream, until in self._limits.items() if until <= now]
-        for stream in overdue:
-            stream.end()

@@ -59,7 +59,8 @@ class Channel:
         self.put: Any = self._channel.stream_stream(f"/{flight.SERVICE}/DoPut")
         self.exchange: Any = self._channel.stream_stream(f"/{flight.SERVICE}/DoExchange")
         self.health: Any = self._channel.unary_unary(HEALTH_CHECK)
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may end a generator that reads a stream, while this thread has the lock.
+        self._lock = threading.RLock()
         self._users = 0
         self._is_retired = False
         self._timer: threading.Timer | None = None

@@ -6,7 +6,8 @@
         └── channel                                     for reads and appends, which are streams of their own
 
 A connection costs a process three threads, whatever is done over it (W6): one of gRPC's, gRPC's sending thread of the
-control stream, and the reader. Each idle stream of appends (`appends`) is one more.
+control stream, and the reader. Each idle stream of appends (`appends`) is one more, and while appends or ranges are
+under way, so is the thread that ends those without progress (`limits`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from pxrs import grpc_fork
@@ -25,6 +26,7 @@ from pxrs.remote.client.arming import Armed, Arms
 from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import ControlStream, Hello
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
+from pxrs.remote.client.limits import Limits
 from pxrs.remote.client.link import Link
 from pxrs.remote.client.settings import AWAY_S, LOST_S, Settings
 from pxrs.remote.heap import keep_freed_blocks
@@ -45,7 +47,8 @@ class Connection:
         self.users = 0
         """How many logs and registries use it. Guarded by the lock of this module."""
         self._arms = Arms()
-        self.puts = PutStreams()
+        self.limits = Limits()
+        self.puts = PutStreams(self.limits)
         # Of a cluster's broker: its partitions move to others, which a reader that waits must find.
         on_loss = self._arms.lose_stream if settings.is_direct else _nothing
         self._link = Link(settings, self._arms.take_event, self._arms.take_stream, self.puts.end_idle, on_loss)
@@ -124,6 +127,12 @@ class Connection:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
+    def check_answers(self) -> None:
+        """Ask the server whether it is there. If nothing comes from it in time, the connection is taken for dead and
+        made anew, to the next server of the address."""
+        with suppress(Unanswered, *AWAY):
+            self.call("server.ping", {}, self.settings.timeout_s, is_renewal=True)
+
     @contextmanager
     def channel(self, until: float) -> Iterator[Channel]:
         """The channel to the server that is connected, for a stream that begins and ends within the block. Raises
@@ -164,6 +173,7 @@ class Connection:
         """End every call and stream. Idempotent."""
         self._arms.close()
         self.puts.close()
+        self.limits.close()
         self._link.close()
 
 

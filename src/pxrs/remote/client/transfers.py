@@ -1,8 +1,9 @@
 """Streams that may take long: ranges of a topic, and staged files (`pxrs.publishing.staging.served`).
 
-Such a stream has no time limit: gRPC's pings notice a connection that is cut, and every stream on it then ends. A
-stream that breaks is begun again when a server answers, a range behind the last batch that came. `Patience` counts the
-breaks, and gives up after BREAKS_MAX of them without any progress in between.
+Such a stream may take as long as it makes progress: it is ended when the server has sent or taken nothing for
+STALLED_S. gRPC's pings notice a connection that is cut sooner, and every stream on it then ends. A stream that breaks
+is begun again when a server answers, a range behind the last batch that came. `Patience` counts the breaks, and gives
+up after BREAKS_MAX of them without any progress in between.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from pxrs.remote import flight, wire
 from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.connection import Connection, acquire, release
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered, error_in, is_lasting, text_of
+from pxrs.remote.client.limits import Limit
 from pxrs.remote.client.reads import read_batch
 from pxrs.remote.client.settings import Settings
 
 BREAKS_MAX: Final = 5
 """How many breaks in a row, without any progress, end a transfer. For each of them, a server may be away for the
 `patience` of the address."""
+STALLED_S: Final = 60.0
+"""How long a transfer waits for the next message of the server, or until the server takes one. The server sends each
+batch as soon as it has it. Twice as long as a busy server lets a stream wait before it ends the stream itself."""
 PAUSE_S: Final = (0.05, 1.0)
 """After a break: the shortest pause, which grows, and the longest."""
 
@@ -61,6 +66,10 @@ def ask(connection: Connection, call: str, arguments: Mapping[str, Any]) -> dict
         raise RegistryUnavailable(f"{connection.settings.shown}: {error}") from error
 
 
+class Stalled(Unanswered):
+    """The server has sent or taken nothing for STALLED_S."""
+
+
 class Patience:
     """How often one transfer is begun again."""
 
@@ -82,6 +91,8 @@ class Patience:
         self._breaks += 1
         if isinstance(error, Refused) or self._breaks > BREAKS_MAX:
             raise RegistryUnavailable(f"{self._connection.settings.shown}: {error}") from error
+        if isinstance(error, Stalled):
+            self._connection.check_answers()
         time.sleep(min(PAUSE_S[1], PAUSE_S[0] * 2**self._breaks) * random.uniform(0.5, 1))
 
 
@@ -104,16 +115,36 @@ def answers() -> Iterator[None]:
         raise Unanswered(str(error), was_sent=False) from None
 
 
-def messages(channel: Channel, ticket: Mapping[str, Any]) -> Iterator[tuple[flight.FlightData, dict[str, Any]]]:
-    """The messages of one stream after the schema, and the `app_metadata` of each. Raises as `answers` says."""
+@contextmanager
+def kept(connection: Connection, limit: Limit, call: Any) -> Iterator[None]:
+    """Within it, the stream `call` is used, and ended if it makes no progress. Raises Stalled then."""
+    try:
+        with connection.limits.kept(limit, call.cancel):
+            yield
+    except grpc.RpcError:
+        if limit.is_over:
+            raise Stalled(f"the server did nothing for {limit.seconds:g} s", was_sent=True) from None
+        raise
+
+
+def messages(
+    connection: Connection, channel: Channel, ticket: Mapping[str, Any]
+) -> Iterator[tuple[flight.FlightData, dict[str, Any]]]:
+    """The messages of one stream after the schema, and the `app_metadata` of each. Raises as `answers` says; Stalled.
+
+    channel: that of the connection"""
     call: Any = None
+    limit = Limit(STALLED_S)
     try:
         with answers():
             call = channel.get(flight.ticket(wire.dumps(ticket)), metadata=channel.metadata)
-            for data in call:
-                message = flight.read_flight_data(data)
-                if len(message.app_metadata):
-                    yield message, wire.loads(message.app_metadata)
+            with kept(connection, limit, call):
+                for data in call:
+                    limit.pause()  # the caller may take any time
+                    message = flight.read_flight_data(data)
+                    if len(message.app_metadata):
+                        yield message, wire.loads(message.app_metadata)
+                    limit.wait()
     finally:
         if call is not None:
             call.cancel()
@@ -132,7 +163,7 @@ def read_range(
         ticket["schema"] = False
         try:
             with patience.channel() as channel:
-                for message, about in messages(channel, ticket):
+                for message, about in messages(connection, channel, ticket):
                     with answers():
                         batch = read_batch(message, about)
                     if batch.base_offset != start or not start < batch.next_offset <= end:
