@@ -15,6 +15,9 @@ A `Repair` repairs one ledger, one place at a time:
 3. Copy every entry of the place that the node lacks.
 4. If the node is a spare, put it into the fragment by compare-and-set. The record must not have changed since step 1.
 
+If the node of a position does not answer, or one of its entries cannot be read, the repair leaves this position as it
+is and continues with the others. A spare that fails is replaced by another one.
+
 When every node of the record is known to have all its entries, the repair sets `is_complete`. A conflict at any step
 ends the repair; the caller begins a new one with the current record, from step 1. An interrupted repair loses no work:
 the next one finds the node in `joining`, and the entries that were copied.
@@ -167,7 +170,13 @@ class Repair:
         self._done: set[Place] = set()
         """Places whose node is known to have all its entries."""
         self._left: list[Shortage] = []
-        """Shortages for which there is no spare."""
+        """Shortages for which there is no spare, or that could not be repaired."""
+        self._failed: set[str] = set()
+        """Nodes that did not answer, or accepted no copy."""
+        self._blocked: set[Place] = set()
+        """Positions that could not be repaired. Their nodes in `joining` keep the copies for the next repair."""
+        self._problem = ""
+        """Why the last one of them could not be repaired."""
         self._job: Job | None = None
         self._proposed: LedgerRecord | None = None
 
@@ -217,10 +226,21 @@ class Repair:
         return self._copy()
 
     def failed(self, node: str) -> list[Action]:
-        return self._end(Ended(f"storage node {node} does not answer"))
+        """The node that gets copies, or is asked for its list, does not answer, or takes no copy."""
+        job = self._job
+        if self.ended or job is None or job.node != node:
+            return []
+        self._failed.add(node)
+        return self._leave(job, f"storage node {node} does not answer")
 
     def lost(self, entry: int) -> list[Action]:
-        return self._end(Ended(f"entry {entry} could be read from none of its nodes"))
+        """The entry could be read from none of its nodes."""
+        job = self._job
+        if self.ended or job is None or entry not in job.under_way:
+            return []
+        nodes = self.record.fragment_of(job.place.first).nodes
+        self._left.append(Shortage(job.place, nodes[job.place.position], "entries cannot be read"))
+        return self._leave(job, f"entry {entry} can be read from none of its nodes")
 
     # Internal.
 
@@ -230,31 +250,44 @@ class Repair:
         self.ended = ended
         return [ended]
 
+    def _leave(self, job: Job, why: str) -> list[Action]:
+        """Go on without what the job could not do."""
+        self._blocked.add(job.place)
+        self._problem = why
+        if self._proposed is not None:  # a request of an earlier job
+            return self._end(Ended(why))
+        self._job = None
+        return self._go_on()
+
     def _go_on(self) -> list[Action]:
         """Begin with the next place that has a shortage, or end the repair."""
         done = {shortage.place for shortage in self._left} | self._done
         for shortage in shortages(self.record, self._live):
             if shortage.place in done:
                 continue
-            if shortage.why == "not checked" and shortage.node is not None:
+            if shortage.why == "not checked" and shortage.node is not None and shortage.node not in self._failed:
                 self._job = Job(shortage.place, shortage.node, False, [], set())
                 return [ListEntries(shortage.node)]
-            if actions := self._join(shortage):
+            if shortage.why != "not checked" and (actions := self._join(shortage)):
                 return actions
             self._left.append(shortage)
         gone = [shortage for shortage in self._left if shortage.node is not None]
         is_complete = self.record.is_complete or not gone
-        if is_complete != self.record.is_complete or self.record.joining:
-            self._proposed = replace(self.record, is_complete=is_complete, joining=())
+        joining = tuple(each for each in self.record.joining if each[1:] in self._blocked)
+        if is_complete != self.record.is_complete or self.record.joining != joining:
+            self._proposed = replace(self.record, is_complete=is_complete, joining=joining)
             return [Change(self._proposed, self.version)]
+        if self._problem and self._left:
+            return self._end(Ended(self._problem))
         return self._end(Repaired(self.record, self.version, tuple(self._left)))
 
     def _join(self, shortage: Shortage) -> list[Action]:
         """Begin to fill a place that has no live node; nothing if there is no spare for it."""
         place = shortage.place
         nodes = self.record.fragment_of(place.first).nodes
-        begun = [each.node for each in self.record.joining if each[1:] == place]
-        node = next((node for node in [*begun, *self._spares] if node in self._live and node not in nodes), None)
+        begun = [each.node for each in self.record.joining if each[1:] == place and each.node in self._spares]
+        able = self._live - self._failed
+        node = next((node for node in [*begun, *self._spares] if node in able and node not in nodes), None)
         if node is None:
             return []
         self._job = Job(place, node, True, [], set())

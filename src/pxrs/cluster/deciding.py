@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -190,19 +190,40 @@ def _open_loss(
 ) -> Loss | None:
     """What may be lost of a ledger that is not closed; None if the live nodes are enough to recover it."""
     is_blocked, waits_for = False, set[str]()
-    refusals = record.quorum.refusals
-    for fragment, entries in unsettled(record, record.confirmed):
-        for entry in entries:
-            kept = [fragment.nodes[position] for position in record.quorum.write_set(entry)]
-            answering = sum(node is None or node in alive for node in kept)
-            if answering >= refusals:
-                continue
+    before, after = {*record.abandoned}, {*record.abandoned, *nodes}
+    for kept, needed in _needed(record):
+        if _awaited(kept, needed, alive, before):
             is_blocked = True
-            if answering + sum(node in nodes and node not in alive for node in kept) < refusals:
-                waits_for |= {node for node in kept if node is not None and node not in alive and node not in nodes}
+            waits_for |= _awaited(kept, needed, alive, after)
     if not is_blocked:
         return None
     return _loss(record, nodes, topics, entries=None, waits_for=tuple(sorted(waits_for)))
+
+
+def _needed(record: LedgerRecord) -> Iterator[tuple[list[str | None], int]]:
+    """The write sets that a recovery needs: the nodes of each, and how many of its positions must answer.
+
+    Behind the last entry that is known to be confirmed: so many that the end of the ledger is certain. Up to that
+    entry: one that has a node, because the offset of the ledger's end, its length and the producers' state are read
+    from its entries."""
+    for fragment, entries in unsettled(record, record.confirmed):
+        for entry in entries:
+            yield [fragment.nodes[position] for position in record.quorum.write_set(entry)], record.quorum.refusals
+    for fragment in record.fragments:
+        last = record.last_of(fragment)
+        behind = 1 + (record.confirmed if last is None else min(last, record.confirmed))
+        for entry in range(fragment.first, min(behind, fragment.first + record.quorum.ensemble)):
+            kept = [fragment.nodes[position] for position in record.quorum.write_set(entry)]
+            yield kept, 1 + sum(node is None for node in kept)
+
+
+def _awaited(kept: list[str | None], needed: int, alive: Collection[str], abandoned: Collection[str]) -> set[str]:
+    """The nodes of a write set that a recovery waits for; none if enough of them answer. If one of them is abandoned,
+    all the others are heard, so as not to lose more than must be (`Recovery`)."""
+    away = {node for node in kept if node is not None and node not in alive and node not in abandoned}
+    if len(kept) - len(away) < needed or any(node in abandoned for node in kept):
+        return away
+    return set()
 
 
 def _loss(
@@ -248,10 +269,12 @@ def abandon(
         part = found[at : at + count]
         fields = {"who": name, "nodes": chosen, "ledgers": [loss.ledger for loss in part], "count": len(part)}
         put = _decided(Decision("abandon_nodes", fields))
-        put |= {
-            abandoned_key(records.LedgerName.of_id(loss.ledger)): Abandonment(loss.nodes, name, time.time()).dump()
-            for loss in part
-        }
+        for loss in part:
+            key = abandoned_key(records.LedgerName.of_id(loss.ledger))
+            entry = registry.get(key)
+            # A recovery may not have seen an earlier decision yet: it stands.
+            before = () if entry is None else Abandonment.parse(key, entry.value).nodes
+            put[key] = Abandonment(tuple(sorted({*before, *loss.nodes})), name, time.time()).dump()
         registry.commit(put=put)
     return found
 

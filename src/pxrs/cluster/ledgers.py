@@ -359,19 +359,26 @@ class LedgerRecord:
             epoch=int(found["epoch"]),
             quorum=Quorum(found["ensemble"], found["write_quorum"], found["ack_quorum"]),
             base=int(found["base"]),
-            fragments=tuple(Fragment(int(first), tuple(nodes)) for first, nodes in found["fragments"]),
+            fragments=tuple(Fragment(int(first), _nodes(nodes)) for first, nodes in found["fragments"]),
             state=found["state"],
             recovery=int(found["recovery"]),
             recoverer=int(found["recoverer"]),
             joining=tuple(Joining(node, int(first), int(position)) for node, first, position in found["joining"]),
             confirmed=int(found.get("confirmed", -1)),
-            last=found.get("last"),
-            end=found.get("end"),
+            last=None if found.get("last") is None else int(found["last"]),
+            end=None if found.get("end") is None else int(found["end"]),
             size=int(found.get("size", 0)),
             stored_at=int(found.get("stored_at", 0)),
             is_complete=bool(found.get("is_complete", False)),
             abandoned=tuple(found.get("abandoned", ())),
         )
+
+
+def _nodes(found: Any) -> tuple[str | None, ...]:
+    """The nodes of a fragment. Raises TypeError: what is no list of ids would be asked as if it were nodes."""
+    if not isinstance(found, list) or not all(node is None or (isinstance(node, str) and node) for node in found):
+        raise TypeError(f"{found!r} is no list of storage nodes")
+    return tuple(found)
 
 
 def merged(fragments: Iterable[Fragment]) -> tuple[Fragment, ...]:
@@ -391,5 +398,5 @@ def parsed(key: str, value: bytes, make: Callable[[dict[str, Any]], T]) -> T:
         if not isinstance(found, dict):
             raise TypeError(f"expected a JSON object, not {type(found).__name__}")
         return make(found)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RegistryCorrupt(key, f"the value is not a valid record of the cluster: {error!r}") from error

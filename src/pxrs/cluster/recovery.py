@@ -405,7 +405,7 @@ class Recovery:
                 return self._stop(Stopped(DAMAGED, self.record, self.version))
             # Only abandoned nodes had this entry, and the operator has accepted its loss: end the ledger before it.
             self._anchor, self.cursor, self._anchor_refusals = self._anchor - 1, self._anchor, set()
-            self._searched = {self.cursor: Searched({*range(self.record.quorum.ensemble)})}
+            self._searched = {self.cursor: Searched({*self.record.quorum.write_set(self.cursor)})}
             return [*self._read_anchor(), *(self._finish() if self._anchor < 0 else [])]
         if self.cursor < 2:
             return self._close(0)

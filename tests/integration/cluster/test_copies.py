@@ -162,7 +162,7 @@ def test_c6_a_partition_goes_on_without_nodes_that_never_return_if_an_operator_d
         (loss,) = [each for each in deciding.losses(broker.registry, lost) if each.topic == "orders"]
         assert (loss.ledger, loss.nodes, loss.first, loss.end) == (f"{topic_id}/0/0", tuple(sorted(lost)), 0, None)
         (alone,) = [each for each in deciding.losses(broker.registry, lost[:1]) if each.topic == "orders"]
-        assert alone.waits_for == ()  # 1 node that answers and 1 that is abandoned are Qw - Qa + 1
+        assert alone.waits_for == (lost[1],), "if one is abandoned, the recovery hears all the others"
         with pytest.raises(InvalidArgument, match="do not need the decision"):
             deciding.abandon(broker.registry, lost, ["nothing/0/0"])
         eventually(lambda: status(cluster).partitions[-1].ledgers == {"recovering": 1})

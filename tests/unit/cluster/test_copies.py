@@ -97,7 +97,6 @@ def test_a_conflict_a_failure_or_an_unknown_outcome_ends_a_repair() -> None:
         lambda work: work.conflicted(),
         lambda work: work.unknown(),
         lambda work: work.failed("d"),
-        lambda work: work.lost(1),
     ]
     for end in ends:
         work, actions = repair(closed(), "abd", "d")
@@ -105,3 +104,41 @@ def test_a_conflict_a_failure_or_an_unknown_outcome_ends_a_repair() -> None:
         (ended,) = end(work)
         assert isinstance(ended, Ended)
         assert work.committed(6) == [] == work.listed("d", [])
+
+
+def test_p6_a_spare_that_takes_no_copies_is_replaced_by_another_one() -> None:
+    begun = closed().with_joining([Joining("d", 0, 2)])
+    work, actions = repair(begun, "abde", "e")
+    assert proposed(actions).record.joining == (Joining("e", 0, 2),), "d is alive, and full"
+    work, actions = repair(begun, "abde", "de")
+    assert actions == [ListEntries("d")]
+    assert len(work.listed("d", [])) == 3
+    assert proposed(work.failed("d")).record.joining == (Joining("e", 0, 2),)
+    assert work.failed("d") == [] == work.copied("d", 0), "answers that come late"
+    assert work.committed(6) == [ListEntries("e")]
+
+
+def test_p6_a_place_that_cannot_be_mended_does_not_keep_the_others_from_it() -> None:
+    record = closed(last=5).with_node(3, 2, "d")  # c has entries 0 to 2, and d the others
+    work, actions = repair(record, "abef", "ef")
+    assert proposed(actions).record.joining == (Joining("e", 0, 2),)
+    work.committed(6)
+    work.listed("e", [])
+    joined = proposed(work.lost(1)).record
+    assert joined.joining == (Joining("e", 0, 2), Joining("e", 3, 2)), "e keeps what was copied"
+    assert work.lost(2) == []
+    work.committed(7)
+    work.listed("e", [3, 4])
+    changed = proposed(work.copied("e", 5)).record
+    assert changed.fragments[1].nodes == ("a", "b", "e")
+    assert changed.joining == (Joining("e", 0, 2),)
+    assert work.committed(8) == [Ended("entry 1 can be read from none of its nodes")]
+
+
+def test_p6_a_node_that_does_not_answer_does_not_keep_the_others_from_being_checked() -> None:
+    work, actions = repair(closed(is_complete=False), "abc")
+    assert actions == [ListEntries("a")]
+    assert work.failed("a") == [ListEntries("b")]
+    assert work.listed("b", [0, 1, 2]) == [ListEntries("c")]
+    (ended,) = work.listed("c", [0, 1, 2])
+    assert ended == Ended("storage node a does not answer")

@@ -24,7 +24,13 @@ def test_c6_it_is_told_which_other_nodes_a_recovery_would_still_wait_for() -> No
     (loss,) = assess([OPEN], {"c"}, set(), NAMES)
     assert loss.waits_for == ("a", "b")
     (loss,) = assess([OPEN], {"b", "c"}, set(), NAMES)
+    assert loss.waits_for == ("a",), "a recovery without some nodes of a write set hears all the others"
+    (loss,) = assess([OPEN], {"a", "b", "c"}, set(), NAMES)
     assert loss.waits_for == ()
+    decided = replace(OPEN, abandoned=("b", "c"))
+    (loss,) = assess([decided], {"a"}, set(), NAMES)
+    assert loss.waits_for == (), "what was decided before stands"
+    assert assess([decided], {"b"}, {"a"}, NAMES) == []
 
 
 def test_c6_an_empty_position_counts_as_answered() -> None:
@@ -36,6 +42,17 @@ def test_c6_a_fragment_whose_entries_are_all_confirmed_needs_no_decision() -> No
     settled = replace(OPEN, fragments=(Fragment(0, ("a", "b", "c")), Fragment(5, ("d", "e", "f"))), confirmed=7)
     assert assess([settled], {"b", "c"}, {"a", "d", "e"}, NAMES) == []
     assert len(assess([replace(settled, confirmed=3)], {"b", "c"}, {"a", "d", "e"}, NAMES)) == 1
+
+
+def test_c6_confirmed_entries_without_any_node_stop_a_recovery_too() -> None:
+    nodes = Fragment(0, ("a", "b", "c")), Fragment(5, ("d", "e", "f"))
+    settled = replace(OPEN, fragments=nodes, confirmed=7)
+    (loss,) = assess([settled], {"a", "b"}, {"d", "e", "f"}, NAMES)
+    assert (loss.nodes, loss.waits_for) == (("a", "b"), ("c",))
+    (loss,) = assess([settled], {"a", "b", "c"}, {"d", "e", "f"}, NAMES)
+    assert loss.waits_for == ()
+    alone = replace(OPEN, quorum=Quorum(1, 1, 1), fragments=(Fragment(0, ("a",)), Fragment(5, ("b",))), confirmed=4)
+    assert len(assess([alone], {"a"}, {"b"}, NAMES)) == 1
 
 
 def test_c6_of_a_closed_ledger_only_entries_without_any_other_copy_are_lost() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,26 @@ def test_the_other_records_survive_json_and_unknown_fields_of_later_versions() -
 def test_what_is_no_record_is_refused_with_its_key(value: bytes) -> None:
     with pytest.raises(RegistryCorrupt, match="cluster/ledgers/t/0/0"):
         LedgerRecord.parse("cluster/ledgers/t/0/0000000000", value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fragments", '[[0,"abc"]]'),
+        ("fragments", '[[0,["a",3,"c"]]]'),
+        ("fragments", '[[0,["a","","c"]]]'),
+        ("base", "Infinity"),
+        ("state", '"sealed"'),
+        ("last", '"x"'),
+        ("ack_quorum", "1"),
+        ("joining", "[" * 3_000 + "]" * 3_000),
+    ],
+)
+def test_a_ledger_record_with_a_value_that_does_not_fit_is_refused(name: str, value: str) -> None:
+    whole = json.loads(record().closed(0, 100, size=0, stored_at=0, is_complete=True).dump())
+    text = json.dumps({**whole, name: "@"}).replace('"@"', value)
+    with pytest.raises(RegistryCorrupt, match=record().key):
+        LedgerRecord.parse(record().key, text.encode())
 
 
 def test_a_record_that_names_a_node_twice_or_has_no_fragment_from_0_on_is_refused() -> None:

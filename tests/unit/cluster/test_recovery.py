@@ -161,6 +161,15 @@ def test_c6_abandoned_nodes_count_as_no_once_all_others_have_answered_and_are_re
     assert deeper.found("c", 1, head(1), b"x") == [Measure(1)]
 
 
+def test_c6_a_spread_ledger_ends_before_an_entry_that_was_on_abandoned_nodes_alone() -> None:
+    spread = replace(record(tuple("abcde"), Quorum(5, 3, 2)), confirmed=2)
+    recovery, _ = fenced(*"abe", found=spread, abandoned=["c", "d"])  # entry 2 is on c, d, e, and 1 on b, c, d
+    recovery.missing("e", 3)
+    recovery.missing("a", 3)
+    assert reads(recovery.missing("e", 2)) == [("b", 1)]
+    assert recovery.found("b", 1, head(1), b"x") == [Measure(1)]
+
+
 def test_c1_another_recovery_ends_this_one() -> None:
     recovery, _ = fenced("a", "b")
     assert recovery.refused() == [Stopped(FENCED)]

@@ -44,6 +44,9 @@ RETRY_S: Final = 0.5
 CALL_S: Final = 2.0
 """How long a node may take to answer one request."""
 
+_FENCE: Final = "fence"
+_MEASURE: Final = ("", "measure")
+
 Step = Callable[[], list[RecoveryAction]]
 
 
@@ -67,6 +70,11 @@ class Recoverer:
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
         """Calls of the core's methods, queued by other threads when answers arrive, and made by the thread in `run`."""
+        self._asked: set[tuple[str, int | str]] = set()
+        """Questions that are not answered: the node, and the entry that is read, or `_FENCE`; or `_MEASURE`. The core
+        asks again for what is late. Without this set, each retry would occupy one more thread of `Broker.crew` with a
+        node that hangs, and the commits of other partitions would wait for these threads. Each operation on the set is
+        atomic."""
 
     def run(self) -> Closed:
         """Recover the ledger. Raises PartitionUnavailable if too few nodes answer within `recovery_s`, or if another
@@ -81,7 +89,7 @@ class Recoverer:
 
     def _run(self) -> Closed:
         until = time.monotonic() + self._broker.settings.recovery_s
-        self._do(self._core.offer(self._broker.spares(self._topic, self._core.record.named)))
+        self._offer()
         self._do(self._core.start())
         while self._core.stopped is None:
             self._check()
@@ -96,7 +104,7 @@ class Recoverer:
                     raise PartitionUnavailable(
                         f"ledger {self._ledger}", "an operator has abandoned nodes; the recovery begins again"
                     ) from None
-                self._core.offer(self._broker.spares(self._topic, self._core.record.named))
+                self._offer()
                 step = self._core.retry
             self._do(step())
         if isinstance(self._core.stopped, Stopped):
@@ -104,6 +112,11 @@ class Recoverer:
         if self._decided is not None:
             self._note_used(self._decided)
         return self._core.stopped
+
+    def _offer(self) -> None:
+        """Offer every node that takes entries. The core leaves out those of the entry's own fragment; nodes that the
+        record names for other entries may be all that is left."""
+        self._do(self._core.offer(self._broker.spares(self._topic, ())))
 
     def _note_used(self, decided: Abandonment) -> None:
         """Delete the decision, which is carried out: the ledger's record lists the abandoned nodes."""
@@ -127,21 +140,31 @@ class Recoverer:
         reads: list[ReadEntry] = []
         for action in actions:
             match action:
-                case ReadEntry():
-                    reads.append(action)
+                case ReadEntry(node, entry):
+                    if self._is_first(node, entry):
+                        reads.append(action)
                 case Change():
                     self._broker.crew.submit(self._commit, action)
                 case FenceNode(node, number):
-                    self._broker.crew.submit(self._fence, node, number)
+                    if self._is_first(node, _FENCE):
+                        self._broker.crew.submit(self._fence, node, number)
                 case AddEntry():
                     self._add(action)
                 case Measure(last):
-                    self._broker.crew.submit(self._measure, last)
+                    if self._is_first(*_MEASURE):
+                        self._broker.crew.submit(self._measure, last)
                 case NeedSpares() | Closed() | Stopped():
                     pass  # `run` offers spares with each retry, and reads the outcome from `stopped`
         for (node, number), group in groupby(sorted(reads), lambda read: (read.node, read.recovery)):
             entries = [read.entry for read in group]
             self._broker.crew.submit(self._read, node, number, entries)
+
+    def _is_first(self, node: str, what: int | str) -> bool:
+        """Whether this question is not being asked already. If so, it is noted as asked."""
+        if (node, what) in self._asked:
+            return False
+        self._asked.add((node, what))
+        return True
 
     # On threads of `Broker.crew`.
 
@@ -162,10 +185,17 @@ class Recoverer:
             self._failed(node, error)
         else:
             self._tell(self._core.fenced, node, found.lac)
+        finally:
+            self._asked.discard((node, _FENCE))
 
     def _read(self, node: str, number: int, entries: list[int]) -> None:
-        first, last = min(entries), max(entries)
-        wanted = set(entries)
+        try:
+            self._read_all(node, number, {*entries})
+        finally:
+            self._asked.difference_update((node, entry) for entry in entries)
+
+    def _read_all(self, node: str, number: int, wanted: set[int]) -> None:
+        first, last = min(wanted), max(wanted)
         while first <= last:
             try:
                 found = self._broker.links(node).read(self._ledger, first, last, recovery=number, timeout_s=CALL_S)
@@ -210,6 +240,8 @@ class Recoverer:
             if self._core.record.abandoned:  # some entries are lost, and their length is unknown
                 self._tell(self._core.measured, 0)
             return  # `retry` asks again
+        finally:
+            self._asked.discard(_MEASURE)
         self._tell(self._core.measured, index.bytes)
 
     def _commit(self, change: Change) -> None:

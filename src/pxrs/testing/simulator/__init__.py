@@ -22,10 +22,11 @@ Start with `simulation.py`, which puts the parts together:
 Queues have a simulator of their own (`queue_simulation.py`), and so have whole clusters, on the pure modules of
 `pxrs.cluster` (`cluster_simulation.py`):
 
+    cluster_themes      what a schedule is rich in
     cluster_schedule    the choices of a seed, the events that are to come, the network, the registry
     cluster_machine     a storage node: its journal and disk, crashes, garbage
     cluster_broker      a broker: claims, recovers, replays, writes
-    cluster_tending     producers, repairs, retention, the deletion of a topic
+    cluster_tending     producers, readers, repairs, retention, the deletion of a topic
     cluster_ghost       what has really happened, and the rules
 """
 

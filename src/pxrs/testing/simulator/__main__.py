@@ -63,6 +63,7 @@ def sweep_clusters(options: argparse.Namespace) -> int:
             continue
         steps += simulation.steps
         counts.update(simulation.ghost.counts)
+        counts.update(simulation.counts)
     seconds = time.perf_counter() - begin
     say(
         f"{options.seeds:,} schedules of clusters, {steps:,} steps, {options.seeds / seconds:,.0f} schedules/s; "

@@ -111,7 +111,7 @@ class OwnedPartition:
         if writer.is_degraded:
             self.perform(writer.offer(self.world.live_nodes()))
         late = writer.awaiting()
-        if late and rng.random() < 0.3:
+        if late and rng.random() < self.world.theme.timeout:
             self.fail(writer, *late[0][:2])
         if self.phase == "serving" and writer.confirmed + 1 < writer.next and rng.random() < 0.15:
             self.stop_writing()
@@ -153,9 +153,10 @@ class OwnedPartition:
         if records and not records[-1][0].is_closed:
             self.enter("recovering")
             record, version = records[-1]
-            window = self.world.rng.choice((1, 2, 4))
+            window, abandoned = self.world.rng.choice((1, 2, 4)), self.world.given_up(record)
+            self.world.counts["nodes abandoned"] += bool(abandoned)
             self.recovery = self.world.defects.recovery(
-                record, version, self.owner.epoch, window=window, abandoned=self.world.given_up(record)
+                record, version, self.owner.epoch, window=window, abandoned=abandoned
             )
             self.perform_recovery(self.recovery.start())
         else:
@@ -220,7 +221,7 @@ class OwnedPartition:
             self.perform_recovery(actions)
 
         on_failure = self.guard(lambda: self.perform_recovery(recovery.failed(node)))
-        request = partial(self.world.request, node, act, self.guard(on_reply), on_failure)
+        request = partial(self.world.request, node, act, self.guard(on_reply), on_failure, kind, self.broker)
         # A fence that takes long, where the reads that follow it do not, is what the fencing reads are for.
         self.world.delay(request) if kind == "fence" else request()
 
@@ -232,6 +233,7 @@ class OwnedPartition:
                 perform(core.committed(version))
             else:
                 found = self.world.registry.get(change.record.key)
+                self.world.counts["own change adopted"] += found.value == change.record
                 perform(core.conflicted(*found))
 
         on_unknown = self.guard(lambda: perform(core.unknown()))
@@ -332,8 +334,8 @@ class OwnedPartition:
             self.producers.note(origin_of(origin), offset, 0.0)
             entry = self.offsets[offset] = writer.next
             self.waiting[entry] = [(batch, answer)]
+            self.world.on_append(self.broker, writer.record)
             self.add(batch, rows)
-            self.world.on_append(self.broker)
         elif self.offsets.get(offset, -1) <= writer.confirmed:
             answer(offset)
         else:
@@ -355,7 +357,8 @@ class OwnedPartition:
                     head = self.bodies[entry][0]
                     act = partial(_add, writer.record.id, entry, head, lac, None)
                     on_reply = self.guard(self.is_answered, writer, node, tenure, entry)
-                    self.world.request(node, act, on_reply, self.guard(self.fail, writer, node, tenure))
+                    on_failure = self.guard(self.fail, writer, node, tenure)
+                    self.world.request(node, act, on_reply, on_failure, "add", self.broker)
                 case Change():
                     self.world.post(self.guard(lambda: self.perform(writer.offer(self.world.live_nodes()))))
                     self.change(action, writer, self.perform)
@@ -374,8 +377,10 @@ class OwnedPartition:
     def is_answered(self, writer: LedgerWriter, node: str, tenure: int, entry: int, reply: Any) -> None:
         if isinstance(reply, LedgerFenced):
             self.was_fenced = writer
+            self.world.counts["writer fenced"] += 1
             self.is_fenced(writer, node, tenure)
         elif isinstance(reply, LedgerRemoved):
+            self.world.counts["ledger removed"] += 1
             self.perform(writer.failed(node, tenure, is_lasting=True))
         else:
             self.perform(writer.acked(node, tenure, entry))
@@ -395,6 +400,10 @@ class OwnedPartition:
             self.world.ghost.is_confirmed(writer.record, entry, self.bodies[entry][1])
             for batch, answer in self.waiting.pop(entry, ()):
                 answer(batch.offset)
+
+    def readable(self) -> int:
+        """The last entry of the ledger that is written which readers may see; -1: none."""
+        return self.confirmed
 
     def stop_writing(self) -> None:
         """The outcome of what is not confirmed is unknown."""

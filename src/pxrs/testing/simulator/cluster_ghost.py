@@ -1,12 +1,13 @@
 """What really happened in a simulated cluster, and the rules, held against it.
 
-The ghost is told what brokers confirm (which readers may see from then on), what producers are told, and every record
-of a ledger that the registry accepts. It looks at the disks of the storage nodes, and trusts nothing that the processes
-believe.
+The ghost is told what brokers confirm (which readers may see from then on), what readers read, what producers are told,
+and every record of a ledger that the registry accepts. It looks at the disks of the storage nodes, and trusts nothing
+that the processes believe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
@@ -15,6 +16,11 @@ from pxrs.testing.simulator.cluster_schedule import ClusterSchedule
 from pxrs.testing.simulator.ghost import Violation
 
 Partition = tuple[str, int]
+COUNTED = (
+    *("confirmed", "told", "read", "recovered", "closed", "changed", "repaired", "removed"),
+    *("copies checked", "shown again", "whole partitions checked"),
+)
+"""What is counted: events, and checks that could have failed."""
 
 
 class Batch(NamedTuple):
@@ -39,9 +45,10 @@ class ClusterGhost:
         """By ledger: the last entry that was confirmed to anybody."""
         self.lasts: dict[str, int] = {}
         """By ledger that was closed: its last entry."""
-        self.starts: dict[Partition, int] = {}
+        self.on_recovered: Callable[[LedgerRecord], None] = lambda record: None
+        """Told of every ledger that a recovery closes."""
         self.deleted: set[str] = set()
-        self.counts = dict.fromkeys(("confirmed", "told", "recovered", "closed", "changed", "repaired", "removed"), 0)
+        self.counts = dict.fromkeys(COUNTED, 0)
 
     def fail(self, rule: str, *what: object) -> None:
         raise Violation(rule, " ".join(map(str, what)))
@@ -67,11 +74,20 @@ class ClusterGhost:
     def show(self, partition: Partition, body: Any) -> None:
         if not isinstance(body, Batch):
             return
+        self.counts["shown again"] += (partition, body.offset) in self.shown
         for offset in range(body.offset, body.offset + body.rows):
             if self.shown.setdefault((partition, offset), body) != body:
                 self.fail("P4 one batch at an offset", offset, "has", body, "and had", self.shown[partition, offset])
         if self.stored.setdefault((partition, body.origin), body.offset) != body.offset:
             self.fail("P3 stored once", body, "is also at", self.stored[partition, body.origin])
+
+    def is_read(self, partition: Partition, position: int, body: Batch) -> None:
+        """A reader that has read up to the position is given this batch."""
+        self.counts["read"] += 1
+        if body.offset != position:
+            self.fail("P4 reads have no holes", body, "was read at", position)
+        if self.shown.get((partition, position)) != body:
+            self.fail("C4 only what is confirmed is read", body, "instead of", self.shown.get((partition, position)))
 
     def is_told(self, partition: Partition, origin: tuple[int, int], offset: int) -> None:
         """A producer is told that its batch is stored."""
@@ -92,12 +108,15 @@ class ClusterGhost:
         if before is None:
             return
         self.counts["changed"] += not after.is_closed
+        self.count_change(before, after)
         if before.is_closed:
             if (before.last, before.end) != (after.last, after.end):
                 self.fail("C1 closed for ever", before, after)
             self.counts["repaired"] += before.fragments != after.fragments
         elif after.is_closed and after.last is not None:
             self.counts["recovered" if after.recovery else "closed"] += 1
+            if after.recovery:
+                self.on_recovered(after)
             self.lasts[after.id] = after.last
             if after.topic_id not in self.deleted and after.last < self.confirmed.get(after.id, -1):
                 self.fail("P5 acknowledged entries survive", after.id, "ends at", after.last)
@@ -106,9 +125,25 @@ class ClusterGhost:
             for entry in range(last + 1):
                 self.check_copies(after, entry, "C1 Qa copies")
 
+    def count_change(self, before: LedgerRecord, after: LedgerRecord) -> None:
+        """What has happened to the nodes of a ledger."""
+        counts, nodes = self.world.counts, after.fragments[-1].nodes
+        if before.is_closed and before.fragments != after.fragments:
+            records = self.world.registry.ledgers()
+            counts["repair during a fail-over"] += any(each.state == "recovering" for each, _ in records)
+        elif after.state == "open" and before.fragments != after.fragments:
+            for old, new in zip(before.fragments[-1].nodes, nodes, strict=True):
+                if old != new:
+                    counts["emptied" if new is None else "filled" if old is None else "replaced"] += 1
+                    counts["node taken back"] += new is not None and new in before.named
+        elif after.state == "recovering":
+            counts["recovered anew"] += before.state == "recovering" and before.recovery < after.recovery
+            counts["joined a recovery"] += bool(after.joining)
+
     def check_copies(self, record: LedgerRecord, entry: int, rule: str) -> None:
         """The entry is on the disks of Qa nodes that the record names for it. Disks that were lost count: how many may
         be lost is the schedule's business."""
+        self.counts["copies checked"] += 1
         nodes = [node for _, node in record.nodes_of(entry) if node is not None]
         count = sum(node in self.world.lost_nodes or self.is_on_disk(node, record.id, entry) for node in nodes)
         if count < record.quorum.ack_quorum:
@@ -135,6 +170,7 @@ class ClusterGhost:
             if isinstance(body, Batch):
                 self.show(partition, body)
                 found.update(dict.fromkeys(range(body.offset, body.offset + body.rows), body))
+        self.counts["whole partitions checked"] += 1
         start = records[0].base if records else 0
         for (where, offset), body in self.shown.items():
             if where == partition and offset >= start and found.get(offset) != body:

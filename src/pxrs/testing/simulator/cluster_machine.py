@@ -102,6 +102,7 @@ class Machine:
         return decide_start(cookie, registered, CLUSTER, len(self.disk.journal), self.world.next_name("n"))
 
     def crash(self) -> None:
+        self.world.counts["crash, not all synced" if self.tail else "crash"] += 1
         kept = self.tail[: int(self.world.rng.random() * (len(self.tail) + 1))]
         self.disk.write(kept)
         self.is_up = False
@@ -111,6 +112,7 @@ class Machine:
         """The disk is empty, or an earlier copy of it, when the machine starts again."""
         self.world.note(self.core.node, "loses its disk", "to an older copy" if older else "")
         self.world.lost_nodes.add(self.core.node)
+        self.world.counts["disk, older" if older else "disk, empty"] += 1
         self.disk = self.copies[int(self.world.rng.random() * len(self.copies))].copy() if older else Disk()
 
     # Requests.
@@ -132,11 +134,11 @@ class Machine:
         self.tail += outcome.append
         if self.tail and not self.is_syncing:
             self.is_syncing = True
-            self.world.delay(partial(self.sync, self.run))
+            self.world.delay(partial(self.sync, self.run), "sync", None, self.address)
         if outcome.is_after_sync and self.tail:
             self.replies.append((outcome.reply, on_reply, on_failure))
         else:
-            self.world.send(partial(on_reply, outcome.reply), on_failure)
+            self.world.send(partial(on_reply, outcome.reply), on_failure, "answer", None, self.address)
 
     def sync(self, run: int) -> None:
         if run != self.run or not self.is_up:
@@ -147,7 +149,7 @@ class Machine:
         self.disk.write(self.tail)
         self.tail, replies, self.replies, self.is_syncing = [], self.replies, [], False
         for reply, on_reply, on_failure in replies:
-            self.world.send(partial(on_reply, reply), on_failure)
+            self.world.send(partial(on_reply, reply), on_failure, "answer", None, self.address)
         if records_end:
             key = node_key(self.core.node)
             record = replace(self.world.registry.get(key).value, journal_end=len(self.disk.journal))
@@ -163,7 +165,9 @@ class Machine:
         for ledger, mark in listed if run == self.run and self.is_up else ():
             record: LedgerRecord | None = self.world.registry.get(ledger_key(ledger)).value
             if record is None or self.core.node not in record.named:
-                self.world.delay(partial(self.remove, run, ledger, mark))
+                if record is not None:
+                    self.world.on_garbage(record)
+                self.world.delay(partial(self.remove, run, ledger, mark), "remove", None, self.address)
 
     def remove(self, run: int, ledger: str, mark: int) -> None:
         if run != self.run or not self.is_up:
@@ -173,4 +177,5 @@ class Machine:
         outcome = self.core.remove(ledger, mark, has_partition=has_partition)
         self.world.note(self.core.node, "removes", ledger, outcome.reply)
         self.world.ghost.counts["removed"] += bool(outcome.append)
+        self.world.counts["not removed, touched"] += not outcome.append and self.core.state(ledger) is not None
         self.handle(outcome, lambda reply: None, lambda: None)

@@ -4,26 +4,44 @@ registry, and the parts that a test may replace by defective ones.
 An event is a function that is called once. Messages, replies, syncs and timeouts are events. The schedule takes the
 next one out of those that wait, not always the oldest, so that messages overtake each other; some are lost, some are
 delivered twice. A request whose message or reply is lost fails for its sender at some later moment.
+
+Most mistakes of such a protocol need one message that comes very late, after others have done a lot. Delays of single
+messages hardly ever reach them. So there are stalls: for a while all messages of one kind wait, of one sender or to one
+machine, or all of them; then they arrive together.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from pxrs.cluster.copies import Repair
-from pxrs.cluster.ledgers import LedgerName, LedgerRecord, Quorum
+from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.records import LEDGERS, ledgers_prefix
 from pxrs.cluster.recovery import Recovery
 from pxrs.cluster.replication import LedgerWriter
 from pxrs.cluster.storage.core import NodeCore
+from pxrs.testing.simulator.cluster_themes import THEMES
 
 Event = Callable[[], None]
 ABSENT: Final = 0
+
+
+class Stall(NamedTuple):
+    """Which events are held."""
+
+    kinds: tuple[str, ...]
+    sender: object = None
+    """None: any."""
+    address: int | None = None
+    """None: any."""
+
+
+NO_STALL: Final = Stall(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +56,9 @@ class ClusterDefects:
     """A subclass of `cluster_machine.Machine`."""
     broker: type[Any] | None = None
     """A subclass of `cluster_broker.SimulatedBroker`."""
-    quorum: Quorum | None = None
-    """Simulate this one alone."""
 
 
 SOUND_CLUSTER: Final = ClusterDefects()
-QUORUMS: Final = (
-    *(Quorum(3, 3, 2), Quorum(3, 3, 2), Quorum(3, 3, 2), Quorum(4, 3, 2), Quorum(5, 3, 2)),
-    *(Quorum(3, 3, 3), Quorum(2, 2, 2), Quorum(3, 2, 2), Quorum(4, 2, 2), Quorum(4, 4, 3), Quorum(1, 1, 1)),
-)
 
 
 class Stored(NamedTuple):
@@ -105,16 +117,17 @@ class ClusterSchedule:
     def __init__(self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, trace: int = 0) -> None:
         self.seed, self.defects = seed, defects
         self.rng = rng = random.Random(f"cluster {seed}")
-        self.quorum = defects.quorum or rng.choice(QUORUMS)
-        self.lost = rng.choice((0.0, 0.0, 0.03, 0.1))
+        self.theme = theme = rng.choice(THEMES)
+        self.quorum = rng.choice(theme.quorums)
+        self.lost, self.early = rng.choice(theme.lost), rng.choice(theme.early)
         self.doubled = rng.choice((0.0, 0.05))
-        self.early = rng.choice((0.0, 0.0, 0.03))
-        """How often a request fails for its sender although its message and reply are only late."""
-        self.unknown = rng.choice((0.0, 0.1, 0.3))
-        self.slow = rng.choice((0.0, 0.1, 0.3))
-        """How often something takes so long that everything else goes on meanwhile."""
-        self.spread = rng.choice((1, 3, 8, 30))
-        """Among how many of the oldest events the next one is chosen."""
+        self.unknown, self.slow = rng.choice(theme.unknown), rng.choice(theme.slow)
+        self.laggard: int | None = None
+        """The address of the machine to which the entry that is sent now takes long."""
+        self.spread, self.stall_rate = rng.choice(theme.spread), rng.choice(theme.stall)
+        self.stall, self.stall_until = NO_STALL, 0
+        self.stalled: list[Event] = []
+        """What the stall holds."""
         self.registry = SimulatedRegistry()
         self.machines: list[Any] = []
         self.homes: dict[str, Any] = {}
@@ -126,11 +139,19 @@ class ClusterSchedule:
         """By checksum: the bytes of an entry."""
         self.lost_nodes: set[str] = set()
         """Nodes whose disk is gone for good."""
-        self.on_append: Callable[[Any], None] = lambda broker: None
-        """Told of every entry that a broker has sent to its nodes."""
+        self.on_append: Callable[[Any, LedgerRecord], None] = lambda broker, record: None
+        """Told of every entry before a broker sends it to its nodes."""
+        self.on_garbage: Callable[[LedgerRecord], None] = lambda record: None
+        """Told of every ledger that a node is about to remove because the record does not name it."""
+        self.retired: set[str] = set()
+        """Nodes whose copies are to be moved elsewhere."""
+        self.counts: Counter[str] = Counter()
+        """How often each kind of fault has happened."""
         self.is_calm = False
         self.steps = 0
         self.names = 0
+        self.overtaken = 0
+        """How many events have happened before an older one."""
         self.events: deque[str] = deque(maxlen=trace)
         self.has_trace = trace > 0
 
@@ -147,12 +168,37 @@ class ClusterSchedule:
     def post(self, event: Event) -> None:
         self.waiting.append(event)
 
-    def delay(self, event: Event) -> None:
-        """An event that may take long."""
-        if not self.is_calm and self.rng.random() < self.slow:
+    def delay(self, event: Event, kind: str = "", sender: object = None, address: int | None = None) -> None:
+        """An event that may take long, or be held by a stall."""
+        if kind in self.stall.kinds and self._is_stalled(sender, address):
+            self.stalled.append(event)
+            self.counts["stalled"] += 1
+        elif not self.is_calm and (
+            self.rng.random() < self.slow or (kind == "add" and address is not None and address == self.laggard)
+        ):
             self.held.append(event)
         else:
             self.waiting.append(event)
+
+    def _is_stalled(self, sender: object, address: int | None) -> bool:
+        stall = self.stall
+        return stall.sender in (None, sender) and stall.address in (None, address)
+
+    def begin_stall(self, stall: Stall, steps: int) -> None:
+        """End the last stall, and begin this one."""
+        self.waiting += self.stalled
+        self.stalled = []
+        self.stall, self.stall_until = stall, self.steps + steps
+        self.counts["stall"] += bool(stall.kinds)
+        self.note("stall", stall, steps)
+
+    def change_stall(self) -> None:
+        rng = self.rng
+        if self.stall.kinds or rng.random() >= self.stall_rate:
+            self.begin_stall(NO_STALL, self.theme.stall_pause)
+        else:
+            address = int(rng.random() * len(self.machines)) if rng.random() < 0.7 else None
+            self.begin_stall(Stall(rng.choice(self.theme.stalls), None, address), rng.choice(self.theme.stall_steps))
 
     def release(self) -> None:
         for _ in range(min(len(self.held), 2)):
@@ -163,31 +209,50 @@ class ClusterSchedule:
         waiting = self.waiting
         if not waiting:
             return False
-        waiting.pop(int(self.rng.random() * min(len(waiting), self.spread)))()
+        at = int(self.rng.random() * min(len(waiting), self.spread))
+        self.overtaken += at > 0
+        waiting.pop(at)()
         return True
 
-    def send(self, deliver: Event, fail: Event | None = None) -> None:
+    def send(
+        self,
+        deliver: Event,
+        fail: Event | None = None,
+        kind: str = "",
+        sender: object = None,
+        address: int | None = None,
+    ) -> None:
         """A message, which may be lost or delivered twice; `fail` tells the sender of its loss."""
         if self.is_calm:
             self.waiting.append(deliver)
             return
         roll = self.rng.random()
         if roll < self.lost:
+            self.counts["lost"] += 1
             if fail is not None:
                 self.waiting.append(fail)
             return
-        self.delay(deliver)
+        self.delay(deliver, kind, sender, address)
         if roll > 1.0 - self.doubled:
+            self.counts["doubled"] += 1
             self.delay(deliver)
         elif roll > 1.0 - self.doubled - self.early and fail is not None:
+            self.counts["failed early"] += 1
             self.waiting.append(fail)
 
     def request(
-        self, node: str, act: Callable[[NodeCore], Any], on_reply: Callable[[Any], None], on_failure: Event
+        self,
+        node: str,
+        act: Callable[[NodeCore], Any],
+        on_reply: Callable[[Any], None],
+        on_failure: Event,
+        kind: str,
+        sender: object = None,
     ) -> None:
         """Ask a storage node. act: the request; on_reply: gets the node's reply, or the error that it has refused it
-        with; on_failure: the node did not answer, or another one answered in its place."""
-        self.send(partial(self._deliver, node, act, on_reply, on_failure), on_failure)
+        with; on_failure: the node did not answer, or another one answered in its place; kind, sender: see `Stall`."""
+        deliver = partial(self._deliver, node, act, on_reply, on_failure)
+        self.send(deliver, on_failure, kind, sender, self.machine_of(node).address)
 
     def _deliver(
         self, node: str, act: Callable[[NodeCore], Any], on_reply: Callable[[Any], None], on_failure: Event
@@ -214,10 +279,14 @@ class ClusterSchedule:
             version = self.registry.commit(expect, put, lease=lease, absent=absent)
             if not is_lost:
                 self.post(partial(on_done, version))
+            else:
+                self.counts["unanswered commit " + ("refused" if version is None else "applied")] += 1
 
         if is_lost:
-            self.delay(apply)
+            self.delay(apply, "commit")
             self.delay(on_unknown)
+        elif "commit" in self.stall.kinds:
+            self.delay(apply, "commit")
         else:
             self.post(apply)
 
@@ -234,13 +303,18 @@ class ClusterSchedule:
         return nodes
 
     def given_up(self, record: LedgerRecord) -> set[str]:
-        """In the calm, an operator abandons the lost nodes of a ledger that cannot be recovered with them (C6). A
-        record may name more lost nodes than a quorum allows if a disk is lost while the commit that names its node is
-        under way; nothing was confirmed by such a node."""
-        lost = [self.lost_nodes.intersection(filter(None, fragment.nodes)) for fragment in record.fragments]
-        if not self.is_calm or all(len(each) < self.quorum.ack_quorum for each in lost):
-            return set()
-        return set().union(*lost)
+        """The nodes that an operator has decided to go on without in this ledger (C6): some of those whose disk is
+        gone for good. In the calm, all of them if it cannot be recovered with them. A record may name more lost nodes
+        than a quorum allows if a disk is lost while the commit that names its node is under way; nothing was confirmed
+        by such a node. So nothing that was acknowledged is lost."""
+        lost = self.lost_nodes & record.named
+        if not lost:
+            return lost
+        if not self.is_calm:
+            return lost if self.rng.random() < 0.3 else set()
+        counts = [len(lost.intersection(fragment.nodes)) for fragment in record.fragments]
+        # Once a node of a write set is abandoned, a recovery hears all the others.
+        return lost if record.abandoned or max(counts) >= self.quorum.ack_quorum else set()
 
     def read(self, record: LedgerRecord, entry: int, nodes: list[str] | None = None) -> Any:
         """The body of an entry, from whichever of its nodes serves it now; None if none does."""

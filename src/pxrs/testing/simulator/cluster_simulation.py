@@ -1,32 +1,36 @@
 """One schedule of a whole cluster, by a seed: which message arrives next, who crashes, whose lease ends.
 
-First the storm: producers send and retry; brokers claim, recover and write; storage nodes crash, and come back with all
-of their disk, with an empty one or with an older copy; ledgers are repaired, trimmed, and their garbage removed; one
-topic may be deleted. `ClusterGhost` checks what is confirmed and every record. Then the calm: nothing fails any more.
-Every producer must come to its end, every ledger to all its copies, and everything that was shown must still be there.
+First the storm: producers send and retry; readers follow; brokers claim, recover and write; storage nodes crash, and
+come back with all of their disk, with an empty one or with an older copy; machines come late; ledgers are repaired,
+moved, trimmed, and their garbage removed; one topic may be deleted. How much of what: see `cluster_themes`.
+`ClusterGhost` checks what is confirmed, what is read, and every record. Then the calm: nothing fails any more. Every
+producer must come to its end, every ledger to all its copies, and everything that was shown must still be there.
 
 No more disks are lost at a time than the quorum allows: of the nodes that a fragment names, Qa - 1.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from pxrs.cluster.copies import needs_repair
+from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import OwnerRecord, owner_key
 from pxrs.testing.simulator.cluster_broker import SimulatedBroker
 from pxrs.testing.simulator.cluster_ghost import ClusterGhost, Partition
 from pxrs.testing.simulator.cluster_machine import Machine
-from pxrs.testing.simulator.cluster_schedule import SOUND_CLUSTER, ClusterDefects, ClusterSchedule
-from pxrs.testing.simulator.cluster_tending import Deletion, Repairer, SimulatedProducer, trim
+from pxrs.testing.simulator.cluster_schedule import (
+    NO_STALL,
+    SOUND_CLUSTER,
+    ClusterDefects,
+    ClusterSchedule,
+    Stall,
+)
+from pxrs.testing.simulator.cluster_tending import Deletion, Repairer, SimulatedProducer, SimulatedReader, trim
 from pxrs.testing.simulator.ghost import Violation
 
 CALM_STEPS_MAX: Final = 20_000
-TICKS: Final = (
-    *("broker", "broker", "broker", "producer", "producer", "producer", "producer"),
-    *("release", "release", "repair", "garbage", "faults", "faults"),
-)
-FAULTS: Final = ("crash", "crash", "crash", "disk", "disk", "lease", "lease", "lease", "broker", "broker", "notice")
 
 
 class ClusterSimulation(ClusterSchedule):
@@ -37,8 +41,9 @@ class ClusterSimulation(ClusterSchedule):
         rng = self.rng
         self.ghost = ClusterGhost(self)
         self.registry.on_ledger = self.ghost.on_ledger
-        for address in range(self.quorum.ensemble + rng.choice((0, 1, 1, 2))):
-            self.machines.append((defects.machine or Machine)(self, address))
+        # Fewer than the ensemble: positions are empty until a machine comes.
+        for _ in range(max(self.quorum.ack_quorum, self.quorum.ensemble + rng.choice(self.theme.machines))):
+            self._add_machine()
         self.partitions: list[Partition] = [("topic1", 0), ("topic2", 0)][: 1 + (rng.random() < 0.3)]
         for partition in self.partitions:
             self.registry.commit({}, {owner_key(*partition): OwnerRecord()})
@@ -46,29 +51,39 @@ class ClusterSimulation(ClusterSchedule):
         self.has_deletion = rng.random() < 0.2
         self.brokers = [self.new_broker(), self.new_broker()]
         self.producers = [
-            SimulatedProducer(self, number, self.partitions[number % len(self.partitions)], rng.choice((2, 3, 5)))
-            for number in range(rng.choice((2, 3, 5)))
+            SimulatedProducer(self, number, self.partitions[number % len(self.partitions)], rng.choice((1, 2, 4)))
+            for number in range(rng.choice(self.theme.producers))
         ]
         self.repairers = [Repairer(self), Repairer(self)]
-        self.on_append = self.may_end_lease
-        self.trap_rate = rng.choice((0.0, 0.03, 0.15))
-        """How often a broker's lease ends while an entry is on its way."""
+        self.readers = [SimulatedReader(self, partition) for partition in self.partitions]
+        self.counts["E > Qw"] += self.quorum.ensemble > self.quorum.write_quorum
+        self.on_append, self.on_garbage = self.may_end_lease, self.may_move_back
+        self.ghost.on_recovered = self.may_move_away
+        self.burst_rate, self.trap_rate = rng.choice(self.theme.burst), rng.choice(self.theme.trap)
         self.tick_rate = rng.choice((0.1, 0.25))
-        self.fault_rate = rng.choice((0.1, 0.4, 0.8))
+        self.fault_rate = rng.choice(self.theme.fault)
+        self.trap_until = 0
+        """Until this step no other lease ends in this way."""
         self.stopped: list[SimulatedBroker] = []
         """Brokers whose lease has ended and that have not noticed it."""
 
     def new_broker(self) -> SimulatedBroker:
         return (self.defects.broker or SimulatedBroker)(self, self.partitions)
 
+    def _add_machine(self) -> None:
+        self.machines.append((self.defects.machine or Machine)(self, len(self.machines)))
+
     # The storm.
 
     def run(self) -> ClusterSimulation:
         """Raises Violation."""
+        ticks = self.theme.ticks
         while self.steps < self.steps_max:
             self.steps += 1
+            if self.steps >= self.stall_until:
+                self.change_stall()
             if self.rng.random() < self.tick_rate or not self.happen():
-                self._tick(TICKS[int(self.rng.random() * len(TICKS))])
+                self._tick(ticks[int(self.rng.random() * len(ticks))])
         self._come_to_rest()
         return self
 
@@ -83,21 +98,27 @@ class ClusterSimulation(ClusterSchedule):
                 broker.owned[self.partitions[int(rng.random() * len(self.partitions))]].tick()
             case "producer":
                 broker = brokers[int(rng.random() * len(brokers))]
-                self.producers[int(rng.random() * len(self.producers))].tick(broker)
+                # Several at once: their entries are under way at the same time.
+                senders = self.producers if rng.random() < self.burst_rate else [rng.choice(self.producers)]
+                for producer in senders:
+                    producer.tick(broker)
+            case "reader":
+                broker = self.brokers[int(rng.random() * len(self.brokers))]
+                rng.choice(self.readers).tick(broker)
             case "release":
                 self.release()
             case "repair":
                 self.repairers[int(rng.random() * 2)].tick()
             case "garbage":
-                machine = self.machines[int(rng.random() * len(self.machines))]
-                if machine.is_up:
-                    machine.collect()
+                for machine in self.machines:
+                    if machine.is_up and rng.random() < 0.5:
+                        machine.collect()
                 if rng.random() < 0.2:
                     trim(self, self.partitions[0])
                 self.deletion.tick()
             case "faults":
                 if rng.random() < self.fault_rate:
-                    self._fail(rng.choice(FAULTS))
+                    self._fail(rng.choice(self.theme.faults))
                 for machine in self.machines:
                     if not machine.is_up and rng.random() < 0.5:
                         machine.start()
@@ -121,9 +142,17 @@ class ClusterSimulation(ClusterSchedule):
                 busy = [each for each in self.brokers if each.is_busy]
                 broker = rng.choice(busy if busy and rng.random() < 0.7 else self.brokers)
                 self.end_lease(broker)
+                self.counts[kind] += 1
                 if kind == "broker":
                     self.note(broker.name, "crashes")
                     broker.die()
+            case "retire":
+                # An operator has the copies of a node moved elsewhere, or changes their mind.
+                self.retired = {rng.choice(self.machines).core.node} if rng.random() < 0.8 else set()
+                self.counts["retire"] += 1
+            case "machine" if len(self.machines) < self.quorum.ensemble + 2:
+                self.counts["late machine"] += 1
+                self._add_machine()
             case "notice" if self.stopped and rng.random() < 0.3:
                 self.stopped.pop(0).die()
 
@@ -155,18 +184,56 @@ class ClusterSimulation(ClusterSchedule):
                     return False
         return True
 
-    def may_end_lease(self, broker: SimulatedBroker) -> None:
-        if not self.is_calm and self.rng.random() < self.trap_rate:
-            self.post(lambda: self.end_lease(broker))
+    def may_end_lease(self, broker: SimulatedBroker, record: LedgerRecord) -> None:
+        """Before an entry is sent: it may be that its messages are all late, and that the lease ends meanwhile."""
+        if self.theme.has_laggards:
+            self.laggard = self._address_in(record)
+        if self.is_calm or self.steps < self.trap_until or self.rng.random() >= self.trap_rate:
+            return
+        if self.rng.random() < self.stall_rate:
+            address = self._address_in(record) if self.rng.random() < 0.7 else None
+            kinds = ("add",) if address is None or self.rng.random() < 0.2 else ("add", "fence")
+            steps = self.rng.choice(self.theme.trap_steps)
+            self.trap_until = self.steps + steps
+            begin = partial(self.begin_stall, Stall(kinds, None, address), steps)
+            begin() if self.rng.random() < 0.5 else self.post(begin)
+        self.post(lambda: self.end_lease(broker))
+
+    def _address_in(self, record: LedgerRecord) -> int | None:
+        """Of one of the nodes to which entries are sent now."""
+        node = self.rng.choice(record.fragments[-1].nodes)
+        return None if node is None else self.machine_of(node).address
+
+    def may_move_away(self, record: LedgerRecord) -> None:
+        """A recovery has closed the ledger."""
+        if self.theme.is_moving and not self.is_calm:
+            self.post(lambda: self.move(record))
+
+    def may_move_back(self, record: LedgerRecord) -> None:
+        """A node is about to remove the ledger: another one's copies are moved, and this one may get them."""
+        if self.theme.is_moving and not self.is_calm and record.is_closed and self.rng.random() < 0.7:
+            if self.steps >= self.trap_until:
+                self.begin_stall(Stall(("remove",)), self.rng.choice(self.theme.stall_steps))
+            self.move(record)
+
+    def move(self, record: LedgerRecord) -> None:
+        """An operator has the copies of one of the ledger's nodes made elsewhere."""
+        self.counts["retire"] += 1
+        self.retired = {node for node in [self.rng.choice(record.fragments[-1].nodes)] if node is not None}
+        for repairer in self.repairers:
+            repairer.tick()
 
     # The calm.
 
     def _come_to_rest(self) -> None:
         self.note("calm")
-        self.is_calm, self.spread = True, 1
+        self.begin_stall(NO_STALL, 0)
+        self.is_calm, self.spread, self.retired = True, 1, set()
         for machine in self.machines:
             if not machine.is_up:
                 machine.start()
+        while len(self.machines) < self.quorum.ensemble:
+            self._add_machine()
         self.rng.shuffle(self.held)
         self.waiting += self.held
         # Brokers that have lost their lease hear of everything that is still on its way.
@@ -198,7 +265,13 @@ class ClusterSimulation(ClusterSchedule):
             self.ghost.fail(
                 "P5 comes to rest", [(b.name, p, o.phase) for b in self.brokers for p, o in b.owned.items()]
             )
+        self._read_all()
         self.ghost.check_rest()
+
+    def _read_all(self) -> None:
+        for reader in self.readers:
+            for broker in self.brokers:
+                reader.tick(broker)
 
     def _is_at_rest(self) -> bool:
         if not all(producer.is_done for producer in self.producers):

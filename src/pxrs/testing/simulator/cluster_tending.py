@@ -1,8 +1,8 @@
-"""The other processes of a simulated cluster: producers, repairs of ledgers, retention, the deletion of a topic."""
+"""The other processes of a simulated cluster: producers, readers, repairs, retention, the deletion of a topic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,45 @@ class SimulatedProducer:
             self.sequence += 1
 
 
+class SimulatedReader:
+    """Reads one partition in order, from whichever broker serves it. A broker past its lease answers no reads (C4)."""
+
+    def __init__(self, world: ClusterSchedule, partition: Partition) -> None:
+        self.world, self.partition = world, partition
+        self.position = 0
+
+    def tick(self, broker: SimulatedBroker) -> None:
+        """Read what there is, as far as nodes serve it now."""
+        world, owned = self.world, broker.owned[self.partition]
+        writer = owned.writer
+        is_serving = owned.phase == "serving" and broker.name in world.registry.leases and not broker.is_dead
+        if writer is None or not is_serving or self.partition[0] in world.ghost.deleted:
+            return
+        records = [record for record, _ in world.registry.ledgers(*self.partition)]
+        readable = owned.readable()
+        end = owned.bodies[readable][0].next_offset if readable >= 0 else writer.record.base
+        if end < self.position:
+            world.ghost.fail("P4 reads are monotonic", broker.name, "ends at", end, "and was read up to", self.position)
+        self.position = max(self.position, records[0].base)
+        for record in records:
+            if record.id == writer.record.id:
+                self.read([owned.bodies[entry][1] for entry in range(1, readable + 1)])
+            elif (record.end or 0) > self.position and not self.read(
+                world.read(record, entry) for entry in range(1, (record.last or 0) + 1)
+            ):
+                return
+
+    def read(self, bodies: Iterable[Any]) -> bool:
+        """False: one of them cannot be read now."""
+        for body in bodies:
+            if body is None:
+                return False
+            if body.offset >= self.position:
+                self.world.ghost.is_read(self.partition, self.position, body)
+                self.position = body.offset + body.rows
+        return True
+
+
 class Repairer:
     """Repairs one closed ledger after the other. Several do so at once, and none knows of the others."""
 
@@ -63,19 +102,21 @@ class Repairer:
     def tick(self) -> None:
         """Begin a repair; one that is under way is given up now and then."""
         world = self.world
-        if self.repair is not None and not self.repair.ended and world.rng.random() < (0.95 if world.is_calm else 0.8):
+        patience = 0.95 if world.is_calm or world.retired else 0.8
+        if self.repair is not None and not self.repair.ended and world.rng.random() < patience:
             return
         live = {*world.live_nodes()}
         # A node that is down may come back; whoever repairs waits for a while, and not for ever.
         down = [machine.core.node for machine in world.machines if not machine.is_up]
-        patient = live | {node for node in down if world.rng.random() < 0.5}
+        patient = (live | {node for node in down if world.rng.random() < 0.5}) - world.retired
         found = [each for each in world.registry.ledgers() if needs_repair(each[0], patient)]
         self.turn += 1
         self.repair = None
         if found:
             record, version = found[int(world.rng.random() * len(found))]
             world.note("repair", record.id, patient)
-            self.repair = world.defects.repair(record, version, patient, world.live_nodes(), at_once=2)
+            spares = [node for node in world.live_nodes() if node not in world.retired]
+            self.repair = world.defects.repair(record, version, patient, spares, at_once=2)
             self.perform(self.repair.start())
 
     def guard(self, function: Callable[..., None], *arguments: Any) -> Callable[..., None]:
@@ -102,7 +143,7 @@ class Repairer:
                     )
                 case ListEntries(node):
                     on_reply = self.guard(lambda reply, node=node: self.perform(repair.listed(node, reply.entries)))
-                    self.world.request(node, partial(_index, record.id), on_reply, self.fail(repair, node))
+                    self.world.request(node, partial(_index, record.id), on_reply, self.fail(repair, node), "index")
                 case CopyEntry():
                     self.world.post(self.guard(self.copy, repair, action))
                 case Repaired() | Ended():
@@ -124,7 +165,7 @@ class Repairer:
                 head = state.index.heads[entry]
                 act = partial(_add, record.id, entry, head, recovery)
                 on_reply = self.guard(self.is_added, repair, target, entry)
-                self.world.request(target, act, on_reply, self.fail(repair, target))
+                self.world.request(target, act, on_reply, self.fail(repair, target), "copy")
                 return
         self.perform(repair.lost(entry))
 
@@ -146,6 +187,8 @@ def trim(world: ClusterSchedule, partition: Partition) -> None:
     closed = [record for record in records if record.is_closed]
     if state_ledgers(closed) > 0:
         world.note("trims", closed[0].id)
+        world.counts["trim"] += 1
+        world.counts["trim during a fail-over"] += not records[-1].is_closed and records[-1].recovery > 0
         world.registry.commit({}, {closed[0].key: None})
 
 
@@ -162,6 +205,7 @@ class Deletion:
         if None in owners.values() or self.topic_id in self.world.ghost.deleted:
             return
         self.world.note("deletes", self.topic_id)
+        self.world.counts["deletion"] += 1
         self.world.ghost.deleted.add(self.topic_id)
         registry.commit(
             {},

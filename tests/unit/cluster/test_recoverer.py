@@ -1,0 +1,167 @@
+"""A broker recovers a ledger on nodes that hang, are gone, or come late. The nodes are `NodeCore`s in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from pxrs.cluster.answers import EntryRead, Fenced, IndexPage
+from pxrs.cluster.broker import recovering
+from pxrs.cluster.broker.context import Broker, BrokerSettings
+from pxrs.cluster.broker.membership import Membership
+from pxrs.cluster.broker.reading import LedgerReader
+from pxrs.cluster.broker.recent import Recent
+from pxrs.cluster.broker.recovering import Recoverer
+from pxrs.cluster.broker.view import Seen, View
+from pxrs.cluster.ledgers import EntryHead, Fragment, LedgerRecord, Quorum
+from pxrs.cluster.records import AliveNode, TopicRecord
+from pxrs.cluster.storage.core import NodeCore
+from pxrs.errors import ClusterError, NodeUnreachable
+from pxrs.model import Topic
+from pxrs.registry.memory import MemoryRegistry, MemoryStore
+from pxrs.testing.waiting import aside, eventually
+
+BODY = b"x"
+
+
+def head(entry: int) -> EntryHead:
+    return EntryHead(entry, 1, len(BODY), 0, 0, entry)
+
+
+class Node:
+    """A storage node, and the link to it."""
+
+    def __init__(self, name: str, *entries: int) -> None:
+        self.name, self.core = name, NodeCore(name)
+        self.is_away = False
+        self.hangs_until: threading.Event | None = None
+        self.calls = 0
+        for entry in entries:
+            self.core.add("t/0/0", entry, head(entry), -1, None)
+
+    def ask(self, outcome: Any) -> Any:
+        self.calls += 1
+        if self.hangs_until is not None:
+            assert self.hangs_until.wait(30)
+        if self.is_away:
+            raise NodeUnreachable(self.name, "it is away")
+        reply = outcome().reply
+        if isinstance(reply, ClusterError):
+            raise reply
+        return reply
+
+    def fence(self, ledger: str, recovery: int, timeout_s: float) -> Fenced:
+        reply = self.ask(lambda: self.core.fence(ledger, recovery))
+        return Fenced(reply.lac, reply.last)
+
+    def read(self, ledger: str, first: int, last: int, *, recovery: int, timeout_s: float) -> list[EntryRead]:
+        reply = self.ask(lambda: self.core.read(ledger, first, last, recovery))
+        return [
+            EntryRead(entry, head(entry), memoryview(BODY)) if entry in reply.present else EntryRead(entry, None)
+            for entry in range(first, last + 1)
+        ]
+
+    def index(self, ledger: str, after: int, limit: int) -> IndexPage:
+        reply = self.ask(lambda: self.core.index(ledger, after, limit))
+        return IndexPage([(entry, head(entry)) for entry in reply.entries], reply.lac, None, False)
+
+    def add(self, ledger: str, entry: int, head: EntryHead, body: Any, lac: int, recovery: int, done: Any) -> None:
+        if self.hangs_until is not None:
+            return
+        try:
+            self.ask(lambda: self.core.add(ledger, entry, head, lac, recovery))
+        except ClusterError as error:
+            done(error)
+        else:
+            done(None)
+
+
+class Scene:
+    """A broker, and its nodes."""
+
+    def __init__(self, crew: ThreadPoolExecutor, nodes: Collection[Node], quorum: Quorum) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        registry = MemoryRegistry(MemoryStore())
+        links: Any = self.nodes.__getitem__
+        self.broker = Broker(
+            registry,
+            View(registry),
+            Membership(registry, "", "b", 5.0),
+            links,
+            LedgerReader(links),
+            Recent(1),
+            crew,
+            crew,
+            BrokerSettings(recovery_s=20.0),
+        )
+        self.topic = TopicRecord(Topic("orders", "t", 1), quorum)
+        self.show()
+
+    def show(self) -> None:
+        """The registry lists the nodes that are not away."""
+        alive = {name: AliveNode("h:1", 1) for name, node in self.nodes.items() if not node.is_away}
+        self.broker.view.seen = Seen(alive=alive)
+
+    def recoverer(self, *fragments: Fragment) -> Recoverer:
+        record = LedgerRecord("t", 0, 0, 1, self.topic.quorum, 0, fragments)
+        version = self.broker.registry.commit(put={record.key: record.dump()})[record.key]
+        return Recoverer(self.broker, self.topic, record, version, 1)
+
+
+@contextmanager
+def scene(nodes: Collection[Node], quorum: Quorum) -> Iterator[Scene]:
+    with ThreadPoolExecutor(8) as crew:
+        yield Scene(crew, nodes, quorum)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering, "RETRY_S", 0.01)
+
+
+def away(name: str) -> Node:
+    node = Node(name)
+    node.is_away = True
+    return node
+
+
+def test_p5_a_spare_that_comes_while_a_recovery_waits_for_one_is_used() -> None:
+    late = away("c")
+    gone = away("b")
+    with scene([Node("a", 0), gone, late], Quorum(2, 2, 2)) as found:
+        recoverer = found.recoverer(Fragment(0, ("a", "b")))
+        running = aside(recoverer.run)
+        eventually(lambda: gone.calls > 5, what="it does not wait")
+        late.is_away = False
+        found.show()
+        closed = running.result()
+        assert (closed.record.last, closed.record.fragments) == (0, (Fragment(0, ("a", "c")),))
+
+
+def test_p5_a_node_that_keeps_other_entries_of_the_ledger_can_take_a_recovered_one() -> None:
+    nodes = [Node("a", 0), away("b"), away("c"), Node("d"), Node("e")]
+    with scene(nodes, Quorum(3, 3, 3)) as found:
+        closed = found.recoverer(Fragment(0, ("a", "b", "c")), Fragment(1, ("a", "b", "d"))).run()
+        assert closed.record.last == 0
+        assert {*closed.record.fragments[0].nodes} == {"a", "d", "e"}
+
+
+def test_a_node_that_hangs_holds_one_thread_for_each_question() -> None:
+    hung, gone, answers = Node("b"), away("c"), Node("a", 0)
+    hung.hangs_until = threading.Event()
+    with scene([answers, hung, gone], Quorum()) as found:
+        running = aside(found.recoverer(Fragment(0, ("a", "b", "c"))).run)
+        try:
+            eventually(lambda: gone.calls > 20, what="nothing is asked again")
+            assert hung.calls == 1, "the fence"
+            gone.is_away = False
+            assert running.result().record.last == 0
+        finally:
+            hung.hangs_until.set()
