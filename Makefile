@@ -49,7 +49,7 @@ $(JAVA_ARCHIVE): $(READY) tests/java_archive.py
 # Four at a time on two cores, a file each: many of them wait for a server or a lease.
 test: $(READY) ## Run every test, with real servers
 	@$(MAKE) --no-print-directory --jobs 3 lint types $(JAVA_ARCHIVE)
-	$(PYTEST) --numprocesses 4 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder $(SUITES)
+	$(PYTEST) --numprocesses 4 --dist loadfile --no-loadscope-reorder $(SUITES)
 
 check: lint types unit ## Lint, types and unit tests: under a minute
 
@@ -68,7 +68,7 @@ sim: $(READY) ## Groups and clusters by seed: SEEDS=1000 of each, or SEED=n with
 	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED)) $(if $(OF),--of $(OF))
 
 soak: $(READY) ## The fault tests with larger numbers
-	PXRS_SOAK=1 $(PYTEST) --override-ini faulthandler_timeout=0 tests
+	PXRS_SOAK=1 $(PYTEST) tests
 
 bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.registry
