@@ -23,6 +23,7 @@ def use_memory() -> None:
     if "TMPDIR" in os.environ or "PXRS_SOAK" in os.environ or not _has_room():
         return
     folder = tempfile.mkdtemp(prefix="pxrs-", dir=MEMORY)  # short: the paths of Unix sockets are limited
+    os.chmod(folder, 0o1777)  # as of /tmp: PostgreSQL, and tests of who may only read, run as other users
     atexit.register(_remove, folder, os.getpid())
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 

@@ -95,6 +95,7 @@ def test_a_description_of_a_group_lists_the_topics_once(tmp_path: Path, monkeypa
         for number in range(5):
             hub.create_topic(f"t{number}", 1)
         add_group(hub.registry, "g", hub.topics())
+        assert hub.parts.events.flush(60)  # the thread that stores events looks topics up, too
         listed: list[int] = []
         look = hub.log._look_up_all  # type: ignore[attr-defined]
         monkeypatch.setattr(hub.log, "_look_up_all", lambda: (listed.append(1), look())[1])

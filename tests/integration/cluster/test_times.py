@@ -147,7 +147,7 @@ def test_a_killed_storage_node_holds_up_no_producer_and_is_told_of_where_there_i
         print(f"node killed: {with_spare_s:.2f} s with a spare, {without_spare_s:.2f} s without")  # noqa: T201
         assert max(with_spare_s, without_spare_s) < SLACK_S
         logs = [(broker.process.directory / "log").read_text() for broker in cluster.brokers]
-        assert any("is degraded: there are only 2 storage nodes for its 3 positions" in log for log in logs)
+        assert any("is degraded: only 2 storage nodes are available for its 3 positions" in log for log in logs)
         assert any(readiness(broker)["degraded"] for broker in cluster.brokers)
         first.process.start()
         second.process.start()
