@@ -165,7 +165,7 @@ class TestFiles(RemoteRegistryContract):
 
     @pytest.fixture
     def backend(self, hubs: ServedHubs, tmp_path: Path) -> Backend:
-        return RemoteBackend("", ttl=1.0, hubs=hubs, folder=tmp_path)
+        return RemoteBackend("", hubs=hubs, folder=tmp_path)
 
 
 class TestPostgresql(RemoteRegistryContract):
@@ -173,7 +173,7 @@ class TestPostgresql(RemoteRegistryContract):
 
     @pytest.fixture
     def backend(self, hubs: ServedHubs, tmp_path: Path, postgres: PostgresServer) -> Backend:
-        return RemoteBackend(postgres.url, ttl=1.0, hubs=hubs, folder=tmp_path)
+        return RemoteBackend(postgres.url, hubs=hubs, folder=tmp_path)
 
 
 class TestEtcd(RemoteRegistryContract):
