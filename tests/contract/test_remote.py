@@ -113,11 +113,11 @@ class TestRegistryInMemory(RegistryContract):
     @pytest.fixture
     def backend(self, servers_stack: ExitStack) -> Backend:
         servers = Servers(lambda namespace: pxrs.open("memory:"), servers_stack)
-        return ServedBackend("pxrs:", ttl=1.0, servers=servers)
+        return ServedBackend("pxrs:", servers=servers)
 
 
 class TestRegistryInFiles(SharedRegistryContract):
     @pytest.fixture
     def backend(self, servers_stack: ExitStack, tmp_path: Path) -> Backend:
         servers = Servers(lambda namespace: pxrs.open(tmp_path / namespace, upkeep=False), servers_stack)
-        return ServedBackend("pxrs:", ttl=1.0, servers=servers)
+        return ServedBackend("pxrs:", servers=servers)
