@@ -191,7 +191,7 @@ class TestZooKeeper(RemoteRegistryContract):
     def backend(self, hubs: ServedHubs, tmp_path: Path, zookeeper: ZooKeeperServer) -> Backend:
         return RemoteBackend(
             f"{zookeeper.url}/tests/served",
-            ttl=1.0,
+            ttl=2.0,
             versions_outlive_deletion=False,
             leases_many=20,
             hubs=hubs,
