@@ -159,16 +159,18 @@ def _lose_lease(broker: RunningBroker) -> None:
 def test_the_recovery_of_a_partition_that_is_given_up_ends_soon(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would keep a thread of those that open partitions for `recovery_s`."""
     partition = found.partition
-    reached = threading.Event()
+    has_begun, reached = threading.Event(), threading.Event()
 
     def away(self: NodeLinks, node: str) -> NodeLink:
-        reached.set()
+        if has_begun.is_set():  # other threads of the broker use nodes, too
+            reached.set()
         raise NodeUnreachable(node, "a test")
 
     ended: list[PxrsError] = []
     opened = ownership.open_partition
 
     def told(*arguments: Any) -> bool:
+        has_begun.set()
         try:
             return opened(*arguments)
         except PxrsError as error:
