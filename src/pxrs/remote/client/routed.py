@@ -12,12 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Final, Protocol, TypeVar
 
 from pxrs.errors import (
     AppendFailed,
     AppendUnknown,
+    Closed,
     InvalidRecord,
     LogError,
     PartitionMoved,
@@ -261,7 +262,10 @@ class RoutedTopic(TopicLog):
 
         try:
             missing = self._try_all(list(by_partition), store, PartitionMoved)
-        except PxrsError as error:  # such as Closed, between two tries
+        except Closed as error:  # by another thread, perhaps while servers are asked, which may store what was sent
+            unknown = MaybeStored(AppendUnknown(f"{self.name}: {error}; the batch may be stored"))
+            return [outcomes.get(number, unknown) for number in range(len(appends))]
+        except PxrsError as error:  # such as TopicDeleted, between two tries
             if not outcomes:
                 raise
             return [outcomes.get(number, NotStored(error)) for number in range(len(appends))]
@@ -362,8 +366,12 @@ class RoutedTopic(TopicLog):
                 return {}
 
         groups = self._groups(partitions, errors)
-        answers = map(run, groups) if len(groups) < 2 else self._crew.map(run, groups)
-        return {partition for done in answers for partition in done}
+        try:
+            answers = map(run, groups) if len(groups) < 2 else self._crew.map(run, groups)
+            return {partition for done in answers for partition in done}
+        except (CancelledError, RuntimeError):  # raised by the crew if the log is closed meanwhile
+            self._routes.check()  # which then raises Closed
+            raise
 
     def _groups(self, partitions: list[int], errors: dict[int, LogError]) -> list[tuple[TopicLog, list[int]]]:
         """The handles of these partitions, and which of them each serves."""

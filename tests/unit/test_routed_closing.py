@@ -1,0 +1,74 @@
+"""A topic of two brokers whose log is closed by another thread while the brokers are asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from pxrs.errors import Closed
+from pxrs.log.batch import encode
+from pxrs.log.contract import Append, Bounds, TopicLog
+from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
+from pxrs.model import Topic
+from pxrs.remote.client.routed import RoutedTopic
+from pxrs.testing.log_contract import records
+
+
+class Closing:
+    """Two brokers, of which the first closes the log when it is asked. The second is not asked before the first has
+    answered, because there is one thread for both."""
+
+    def __init__(self, crew: ThreadPoolExecutor) -> None:
+        self._crew = crew
+        self._is_closed = threading.Event()
+
+    def check(self) -> None:
+        if self._is_closed.is_set():
+            raise Closed("the log was closed")
+
+    def handle(self, partition: int) -> TopicLog:
+        return cast(TopicLog, (self if partition == 0 else Other()))
+
+    def forget(self, partition: int, handle: TopicLog) -> None:
+        pass
+
+    def owners(self) -> Mapping[int, str]:
+        return {}
+
+    def _close(self) -> None:
+        self._is_closed.set()
+        self._crew.shutdown(wait=False, cancel_futures=True)
+
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        self._close()
+        return dict.fromkeys(partitions, Bounds(0, 0))
+
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        self._close()
+        return [StoredAt(0, False) for _ in appends]
+
+
+class Other:
+    """Is never asked."""
+
+
+@pytest.fixture
+def topic() -> Iterator[RoutedTopic]:
+    with ThreadPoolExecutor(1) as crew:
+        yield RoutedTopic(Topic("t", "id", 2), cast(Any, Closing(crew)), crew, 10.0)
+
+
+def test_a_read_that_the_crew_has_not_begun_raises_closed(topic: RoutedTopic) -> None:
+    with pytest.raises(Closed):
+        topic.bounds([0, 1])
+
+
+def test_w1_it_is_not_known_whether_an_append_is_stored_that_the_crew_has_not_answered(topic: RoutedTopic) -> None:
+    payload = encode(records([b"a"]))
+    first, second = topic.append([Append(0, payload), Append(1, payload)])
+    assert isinstance(first, StoredAt)
+    assert isinstance(second, MaybeStored)
