@@ -30,6 +30,7 @@ from pxrs.log.batch import Batch, check_encoded
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, RetentionPlan, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.model import Topic
+from pxrs.remote.client.moving import MovingSubscription
 from pxrs.waiting import Callback, Subscription
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class RoutedTopic(TopicLog):
         self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
         self._routes, self._crew, self._patience_s = routes, crew, patience_s
         self._lock = threading.Lock()
-        self._waiting: set[_Waiting] = set()
+        self._waiting: set[MovingSubscription] = set()
 
     @property
     def keeps_unread(self) -> bool:  # type: ignore[override]  # it may be changed
@@ -176,7 +177,7 @@ class RoutedTopic(TopicLog):
 
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
         chosen = self._checked(partitions)
-        waiting = _Waiting(callback)
+        waiting = MovingSubscription(callback)
         with self._lock:
             self._waiting.add(waiting)
         subscription = Subscription(lambda: self._unsubscribe(waiting))
@@ -189,7 +190,7 @@ class RoutedTopic(TopicLog):
             raise
         return subscription
 
-    def _arm(self, waiting: _Waiting, log: TopicLog, partitions: Collection[int]) -> dict[int, None]:
+    def _arm(self, waiting: MovingSubscription, log: TopicLog, partitions: Collection[int]) -> dict[int, None]:
         waiting.add(log, partitions, log.subscribe(partitions, waiting.callback))
         return dict.fromkeys(partitions)
 
@@ -210,7 +211,7 @@ class RoutedTopic(TopicLog):
         for each in waiting:
             each.callback()
 
-    def _unsubscribe(self, waiting: _Waiting) -> None:
+    def _unsubscribe(self, waiting: MovingSubscription) -> None:
         with self._lock:
             self._waiting.discard(waiting)
         waiting.close()
@@ -405,39 +406,6 @@ class RoutedTopic(TopicLog):
             if not 0 <= partition < self.partitions:
                 raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
         return chosen
-
-
-class _Waiting:
-    """One subscription of a `RoutedTopic`, and the subscriptions at the owners that it consists of."""
-
-    def __init__(self, callback: Callback) -> None:
-        self.callback = callback
-        self._lock = threading.Lock()
-        self.handles: dict[int, TopicLog | None] = {}
-        """Where each partition is waited for; None: not yet."""
-        self._subscriptions: list[Subscription] = []
-        self._is_closed = False
-
-    def moved(self, log: TopicLog, partitions: Collection[int]) -> list[int]:
-        """Which of these partitions are waited for at another handle."""
-        with self._lock:
-            known = self.handles
-            return [each for each in partitions if each in known and known[each] is not None and known[each] is not log]
-
-    def add(self, log: TopicLog, partitions: Collection[int], subscription: Subscription) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self.handles.update(dict.fromkeys(partitions, log))
-                self._subscriptions.append(subscription)
-                return
-        subscription.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            subscriptions, self._subscriptions = self._subscriptions, []
-        for each in subscriptions:
-            each.close()
 
 
 def _same(log: TopicLog) -> TopicLog:
