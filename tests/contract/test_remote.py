@@ -3,6 +3,7 @@ server from one in its own process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -116,6 +117,9 @@ class TestRegistryInMemory(RegistryContract):
         return ServedBackend("pxrs:", servers=servers)
 
 
+@pytest.mark.skipif(
+    "PXRS_SOAK" not in os.environ, reason="test_remote_registries.py has files behind a server of its own process"
+)
 class TestRegistryInFiles(SharedRegistryContract):
     @pytest.fixture
     def backend(self, servers_stack: ExitStack, tmp_path: Path) -> Backend:
