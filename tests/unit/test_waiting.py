@@ -245,7 +245,8 @@ def test_r2_a_thread_that_could_not_be_started_is_started_by_the_next_call(
                 handle.commit(put={"a": b"1"})
                 assert watch.wait(BOUND_S), url
         gc.collect()
-        assert count_descriptors() <= descriptors, url
+        # Threads that earlier tests have left may open some for a moment.
+        eventually(lambda: count_descriptors() <= descriptors, BOUND_S, what=url)  # noqa: B023
     clock = ManualClock()
     with MemoryRegistry(MemoryStore(clock)) as handle, handle.watch("m") as watch:
         is_full = True

@@ -21,7 +21,7 @@ from pxrs.cluster import records
 from pxrs.cluster.ledgers import RECOVERING, LedgerRecord
 from pxrs.cluster.links import NodeLink
 from pxrs.cluster.records import TopicRecord
-from pxrs.errors import PxrsError
+from pxrs.errors import NodeUnreachable, PxrsError
 from pxrs.testing.cluster_processes import ClusterProcesses
 from pxrs.testing.forked import run_text
 from pxrs.testing.servers import StorageServer
@@ -107,7 +107,10 @@ def check_that_the_last_message_is_found(cluster: ClusterProcesses, values: list
 
         def is_being_recovered() -> bool:
             ledger = last_ledger(cluster)
-            return ledger.state == RECOVERING and link.index(ledger.id).fenced is not None
+            try:
+                return ledger.state == RECOVERING and link.index(ledger.id).fenced is not None
+            except NodeUnreachable:  # it was paused until now
+                return False
 
         eventually(is_being_recovered, 60.0, what=cluster.logs)
     assert not is_served(cluster)
