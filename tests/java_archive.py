@@ -42,7 +42,7 @@ def use(variables: MutableMapping[str, str]) -> None:
 
 
 def make() -> None:
-    """Make the home and the archive anew."""
+    """Make the home and the archive anew. If Java cannot make an archive, say so: the tests run without it."""
     from pxrs.spark.home import link_home
     from pxrs.spark.java import java_home
 
@@ -50,26 +50,34 @@ def make() -> None:
     HOME.mkdir(parents=True)
     if not link_home(HOME):
         return  # no pyspark with its jars: no test starts Spark
-    java = java_home()
+    unfinished = ARCHIVE.with_suffix(".new")
+    try:
+        _archive(java_home(), unfinished)
+    except (OSError, subprocess.SubprocessError) as error:
+        sys.stderr.write(f"no archive of Spark's classes, so tests of Spark take twice as long: {error}\n")
+    else:
+        unfinished.replace(ARCHIVE)
+
+
+def _archive(java: Path, place: Path) -> None:
+    """Write the archive to this place. Raises OSError, subprocess.SubprocessError."""
     options = QUICK
     if not (java / "lib" / "server" / "classes.jsa").exists():
         run = [str(java / "bin" / "java"), *QUICK.split(), "-Xshare:dump", f"-XX:SharedArchiveFile={BASE}"]
         subprocess.run(run, stdout=subprocess.DEVNULL, check=True, timeout=TRAINING_S_MAX)
         options = f"{QUICK} -XX:SharedArchiveFile={BASE}"
-    unfinished = ARCHIVE.with_suffix(".new")
     variables = {
         **os.environ,
         "JAVA_HOME": str(java),
         "SPARK_HOME": str(HOME),
         "JAVA_TOOL_OPTIONS": f"{options} {QUIET}",
-        "SPARK_SUBMIT_OPTS": f"-XX:ArchiveClassesAtExit={unfinished}",  # read by the process with the session alone
+        "SPARK_SUBMIT_OPTS": f"-XX:ArchiveClassesAtExit={place}",  # read by the process with the session alone
     }
     run = [sys.executable, "-m", "tests.java_archive", "train"]
-    subprocess.run(run, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=TRAINING_S_MAX)
-    if unfinished.exists():
-        unfinished.replace(ARCHIVE)
-    else:
-        sys.stderr.write("Java has made no archive of Spark's classes: the tests of Spark take twice as long\n")
+    subprocess.run(
+        run, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=TRAINING_S_MAX
+    )
+    place.stat()  # Java may have ended without it
 
 
 def train() -> None:

@@ -19,15 +19,9 @@ from pxrs.cluster.storage.room import Room
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import LedgerFenced, LedgerRemoved
 from pxrs.registry.contract import Registry
-from tests.unit.cluster.stored import NODE, TOPIC, add, entry, fast_folder, opened, stored
+from tests.unit.cluster.stored import NODE, TOPIC, add, entry, opened, stored
 
 LIMITS = StorageLimits(compact_below=0.6)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fast_folder() as found:
-        yield found
 
 
 @pytest.fixture

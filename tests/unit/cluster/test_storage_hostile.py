@@ -48,19 +48,12 @@ from tests.unit.cluster.stored import (
     TOPIC,
     add,
     entry,
-    fast_folder,
     head_of,
     opened,
     stored,
 )
 
 OTHER = f"{TOPIC}/1/0"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fast_folder() as found:
-        yield found
 
 
 @pytest.fixture

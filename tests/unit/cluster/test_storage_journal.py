@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,10 @@ from pxrs.cluster.storage.format import record_bytes, seed_of
 from pxrs.cluster.storage.opening import open_journal
 from pxrs.errors import LedgerFenced, NodeFull, NodeUnreachable
 from pxrs.testing import power
-from tests.unit.cluster.stored import LEDGER, add, entry, fast_folder, opened, stored
+from tests.unit.cluster.stored import LEDGER, add, entry, opened, stored
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 OTHER = LEDGER.replace("/0/0", "/1/0")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fast_folder() as found:
-        yield found
 
 
 def segments(folder: Path) -> list[Path]:

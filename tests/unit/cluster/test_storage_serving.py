@@ -30,15 +30,9 @@ from pxrs.registry.contract import Registry
 from pxrs.server.auth import tokens
 from pxrs.server.budget import Budget
 from pxrs.testing.servers.process import wait_until
-from tests.unit.cluster.stored import ANSWER_S_MAX, LEDGER, body_of, entry, fast_folder, head_of
+from tests.unit.cluster.stored import ANSWER_S_MAX, LEDGER, body_of, entry, head_of
 
 Answers = queue.SimpleQueue[tuple[int, Exception | None]]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fast_folder() as found:
-        yield found
 
 
 @pytest.fixture
