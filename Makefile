@@ -14,7 +14,8 @@ BENCH_READY := $(VENV)/.bench-ready
 # Classes that Java maps into memory when a test starts Spark, instead of reading them from Spark's jars.
 JAVA_ARCHIVE := $(VENV)/java-archive/.ready
 MADE := $(VENV)/pyvenv.cfg
-PYTEST := $(BIN)/python -m pytest
+# pytest, and then the end of every process that it has left.
+PYTEST := $(BIN)/python -m tests.run
 # Tests start hundreds of Python processes. Where this variable is set, each of them compiles all of pxrs anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -1,4 +1,4 @@
-"""What all tests share: short-lived JVMs, one Spark session for all files that need one, and Ctrl-C."""
+"""What all tests share: limits, short-lived JVMs, one Spark session for all files that need one, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from tests import java_archive, temporary_files
+from tests import java_archive, limits, temporary_files
 
 # A failed `assert` of a module that lies beside the tests shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.acceptance", "tests.integration", "tests.unit")
@@ -67,13 +68,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return SharedFixtures(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what tests have chosen at random, and the seed that chooses it again, also of those that have passed:
-    `record_property("chosen", ...)`."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(limits.Limits(limits.SOAK_FACTOR if os.environ.get("PXRS_SOAK") else 1.0), "limits")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Count the tests that were skipped, by reason. Print what a failed test has chosen at random, and the seed that
+    chooses it again (`record_property("chosen", ...)`); with -v, of all tests."""
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in sorted(skipped.items()):
+        terminalreporter.write_line(f"{count:5} {reason.removeprefix('Skipped: ').splitlines()[0][:140]}")
     for reports in list(terminalreporter.stats.values()):
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):
-                if name == "chosen" and report.when == "call":
+                if name == "chosen" and report.when == "call" and (report.failed or config.get_verbosity() > 0):
                     terminalreporter.write_line(f"{report.nodeid}: {value}")
 
 
