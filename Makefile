@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # In this order, so that the files that take longest are not the last: one process would do them while the other waits.
 SUITES := tests/acceptance tests/integration tests/contract tests/simulation tests/unit
 
-.PHONY: help demo test check lint types unit sim soak bench screenshots wheel clean
+.PHONY: help demo test check lint types unit sim soak runs bench screenshots wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -70,6 +70,9 @@ sim: $(READY) ## Groups and clusters by seed: SEEDS=1000 of each, or SEED=n with
 
 soak: $(READY) ## The fault tests with larger numbers
 	PXRS_SOAK=1 $(PYTEST) tests
+
+runs: $(READY) ## Ten whole runs of `make test`, seven idle and three on a busy machine, and a table of them
+	$(BIN)/python -m tests.repeat --idle 7 --busy 3
 
 bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.registry

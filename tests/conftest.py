@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -17,9 +18,17 @@ import typer.main
 
 from tests import java_archive, limits, temporary_files
 
+with contextlib.suppress(ImportError):
+    # pxrs must be the first to import gRPC: otherwise children that tests fork crash now and then.
+    import pxrs.grpc_fork  # noqa: F401
+
 # A failed `assert` of a module that lies beside the tests shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.acceptance", "tests.integration", "tests.unit")
 
+# One seed for all that tests choose at random, in every process of a run: `SEED=123 make test` chooses the same again.
+os.environ.setdefault("SEED", str(random.SystemRandom().randrange(1_000_000)))
+SEED = os.environ["SEED"]
+IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
 java_archive.use(os.environ)
 temporary_files.use_memory()
 # pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
@@ -69,7 +78,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(limits.Limits(limits.SOAK_FACTOR if os.environ.get("PXRS_SOAK") else 1.0), "limits")
+    config.pluginmanager.register(limits.Limits(limits.SOAK_FACTOR if IS_SOAK else 1.0), "limits")
+
+
+def pytest_report_header() -> str:
+    return f"SEED={SEED}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one in N of the cases of a test with the marker `sampled(N)`, chosen by SEED: each of them runs the same
+    code, with other values or on another store. With `of="module"`, one in N of the tests of a module. `make soak` runs
+    all, and so does a run that names single tests."""
+    if IS_SOAK or config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    families: dict[tuple[int, str], list[pytest.Item]] = {}
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None:
+            is_module = marker.kwargs.get("of") == "module"
+            family = item.nodeid.partition("::" if is_module else "[")[0]
+            families.setdefault((marker.args[0], family), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for (one_in, family), cases in families.items():
+        kept = random.Random(f"{SEED} {family}").sample(cases, -(-len(cases) // one_in))
+        left_out |= {*cases}.difference(kept)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -130,6 +130,7 @@ def every_step(work: Work, base: Path) -> Iterator[tuple[int, Path]]:
         shutil.rmtree(directory)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("work", WORKS)
 def test_kill_9_before_every_system_call(work: Work, tmp_path: Path) -> None:
     outcomes = set()
@@ -141,6 +142,7 @@ def test_kill_9_before_every_system_call(work: Work, tmp_path: Path) -> None:
     assert outcomes == ({"old"} if work is open_new else {"old", "new"}), "the commit point was among the steps"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("work", WORKS)
 def test_a_process_stopped_before_any_system_call_blocks_nobody(work: Work, tmp_path: Path) -> None:
     for at, directory in every_step(work, tmp_path):

@@ -21,7 +21,7 @@ from pxrs.registry.file.registry import FileRegistry
 from pxrs.registry.state import Change
 from pxrs.testing import power
 
-LOSSES = 20_000 if os.environ.get("PXRS_SOAK") else 1_500
+LOSSES = 20_000 if os.environ.get("PXRS_SOAK") else 500
 
 
 @pytest.fixture

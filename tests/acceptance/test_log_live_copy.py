@@ -113,6 +113,7 @@ def maybe_boot(request: pytest.FixtureRequest, boot: Callable[[], None]) -> Call
     return boot if request.param else lambda: None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("durability", ["disk", "os"])
 @pytest.mark.parametrize("first", ["read", "append"])
 @pytest.mark.parametrize("between", [1, 9, 40], ids=lambda count: f"{count} appends for each file")
@@ -171,6 +172,7 @@ def test_a_copy_that_ends_within_a_frame_keeps_the_frames_before_it(
     assert findings(tmp_path) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("segment_bytes", [1 << 20, 4096], ids=["bytes are missing", "segments are missing"])
 def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(segment_bytes: int, fast: Path) -> None:
     topic = new_topic(fast / "hub", segment_bytes=segment_bytes)

@@ -130,6 +130,7 @@ def read_messages(topic: TopicHandle, look: Callable[[], None]) -> int:
 
 
 @needs_proc
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("read", [read_batches, read_messages])
 @pytest.mark.parametrize(("codec", "is_compressible"), [("none", False), ("lz4", False), ("zstd", True)])
 def test_a_log_larger_than_the_memory_is_read(

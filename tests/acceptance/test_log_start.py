@@ -175,6 +175,7 @@ def test_offsets_are_not_given_a_second_time_though_every_segment_is_missing(tmp
     assert bases(folder) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_booted", [False, True], ids=["same boot", "another boot"])
 def test_a_retention_that_dies_at_any_step_leaves_a_sound_partition(
     is_booted: bool, tmp_path: Path, boot: Callable[[], None]

@@ -19,6 +19,8 @@ from pxrs.testing.source_contract import Feed, SourceContract
 
 from .test_remote import FEW_THREADS, RemoteFeed
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:

@@ -39,6 +39,10 @@ def etcd() -> Iterator[EtcdServer]:
         yield server
 
 
+CHILDREN = 40 if os.environ.get("PXRS_SOAK") else 12
+"""How many children a busy process forks."""
+
+
 class TestEtcd(SharedRegistryContract):
     @pytest.fixture
     def backend(self, etcd: EtcdServer) -> Backend:
@@ -98,7 +102,7 @@ class TestEtcd(SharedRegistryContract):
         for thread in threads:
             thread.start()
         try:
-            assert {_open_in_a_fork(store.url) for _ in range(40)} == {"UsedAfterFork"}
+            assert {_open_in_a_fork(store.url) for _ in range(CHILDREN)} == {"UsedAfterFork"}
         finally:
             is_done.set()
             for thread in threads:

@@ -27,6 +27,7 @@ from pxrs.testing.registry_contract.commits import BadInput
 from pxrs.testing.served_hubs import ServedHubs
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
+pytestmark = pytest.mark.sampled(3, of="module")
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(time.time_ns()))
 SEED = int(os.environ.get("SEED", zlib.crc32(RUN.encode()) % 1_000_000))
@@ -117,6 +118,7 @@ class RemoteRegistryContract(RegistryContract):
             hubs.kill_and_start()
         return registry
 
+    @pytest.mark.sampled(1)
     def test_w1_w2_the_server_is_killed_and_started_again_between_two_calls(
         self, store: Store, hubs: ServedHubs
     ) -> None:

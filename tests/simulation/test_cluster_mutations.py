@@ -54,7 +54,7 @@ from pxrs.testing.simulator.cluster_themes import QUORUMS, THEMES
 from pxrs.testing.simulator.ghost import Violation
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
-SEEDS = 50_000 if IS_SOAK else 2_000
+SEEDS = 50_000 if IS_SOAK else 1_000
 FAULTS = (
     *("lost", "doubled", "failed early", "stall", "stalled", "unanswered commit applied", "unanswered commit refused"),
     *("crash", "crash, not all synced", "disk, empty", "disk, older", "lease", "broker", "late machine", "retire"),

@@ -250,6 +250,7 @@ LATE = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("kind", "keys_max", "counts_anew"), LATE)
 def test_r5_whenever_a_late_write_of_a_leader_lands_every_partition_is_in_one_target(

@@ -4,8 +4,11 @@ Retention is the server's, so what consumers do after it is in `test_upkeep.py`.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.integration.served.suites import suite
 
+pytestmark = pytest.mark.sampled(2, of="module")
 globals().update(suite("tests.unit.consumer.test_iterating"))
 globals().update(suite("tests.unit.consumer.test_moving"))
 globals().update(suite("tests.unit.consumer.test_callbacks"))

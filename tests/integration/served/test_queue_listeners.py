@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.integration.served.suites import suite
 
+pytestmark = pytest.mark.sampled(2, of="module")
 globals().update(suite("tests.unit.test_queue_listener"))
 globals().update(suite("tests.unit.test_queue_failures"))

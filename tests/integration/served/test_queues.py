@@ -3,8 +3,11 @@ out: a client has its own."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.integration.served.suites import suite
 
+pytestmark = pytest.mark.sampled(2, of="module")
 globals().update(
     suite(
         "tests.unit.test_queue",
