@@ -46,8 +46,8 @@ _KAFKAS: Final = {
 """What to do about an option of Spark's Kafka source that pxrs does not have."""
 _NO_FILTERS: Final = (
     "there is no such option: Spark 4.3 would give the rows of one filter to other queries on the same DataFrame. "
-    "Spark applies where to the rows that are read; to read only a part, give assign for partitions, startingOffsets and "
-    "endingOffsets, or startingTimestamp and endingTimestamp"
+    "Spark applies where to the rows that are read; to read only a part, give assign for partitions, startingOffsets "
+    "and endingOffsets, or startingTimestamp and endingTimestamp"
 )
 """The advice about `pushFilters`, which Spark's documentation of Python sources names (docs/decisions/0071)."""
 _A_CLIENTS: Final = "it sets up a client of Kafka, and pxrs has none; leave it out"
