@@ -7,7 +7,9 @@ when one member joins, one dies, and the leader dies. It does not depend on the 
 
 The second table is of real processes and servers. The members have no messages to read. The time counts from a barrier
 that all of them pass when their process is ready, until every partition is owned and the shares are fair; then from
-when one more member, whose process is ready, joins.
+when one more member, whose process is ready, joins. Afterwards the owner keys in the store are compared with what the
+members have reported. If they differ, or if a member has lost a partition, as after an expired lease, the row says so
+instead of a time.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import multiprocessing
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +31,7 @@ from rich.table import Table
 from pxrs import registry as registries
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
+from pxrs.group.records import Keys, Owner
 from pxrs.log.contract import TopicLog
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
@@ -55,12 +59,21 @@ def topic_of(partitions: int) -> TopicLog:
     return MemoryLog().create_topic(Topic("bench", uuid.UUID(int=partitions, version=4).hex, partitions))
 
 
+class Report(NamedTuple):
+    """What a member has told last."""
+
+    owned: int
+    lost: int = 0
+    """How many partitions it has lost so far: taken by others, or gone with an expired lease."""
+
+
 class Holder:
     """A consumer that reads nothing, and reports how many partitions it has."""
 
     def __init__(self, report: Connection) -> None:
         self._lanes: dict[int, Lane] = {}
         self._report = report
+        self._lost = 0
 
     def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
         self._lanes.update((lane.partition, lane) for lane in lanes)
@@ -74,11 +87,13 @@ class Holder:
     def lane_released(self, lane: Lane) -> None:
         self._lanes.pop(lane.partition, None)
 
-    lane_lost = lane_released
+    def lane_lost(self, lane: Lane) -> None:
+        self._lost += 1
+        self.lane_released(lane)
 
     def call_back(self) -> None:
         """Called when a procedure of the member is over."""
-        self._report.send(len(self._lanes))
+        self._report.send(Report(len(self._lanes), self._lost))
 
     def member_failed(self) -> None:
         self._report.send(None)
@@ -90,7 +105,7 @@ def run_member(url: str, partitions: int, report: Connection, go: Any, end: Any)
         registry.get("ready")  # connected
         holder = Holder(report)
         member = GroupMember(registry, "g", topic_of(partitions), holder, start_of=lambda _number, first: first)
-        report.send(0)
+        report.send(Report(0))
         go.wait()
         member.start()
         end.wait()
@@ -106,7 +121,7 @@ class Crew:
         self._url, self._partitions = url, partitions
         self._end = self._context.Event()
         self._processes: list[Any] = []
-        self._owned: dict[Connection, int] = {}
+        self._told: dict[Connection, Report] = {}
 
     def prepare(self, count: int) -> Any:
         """Start processes. Returns the event that has their members join, when all of them are ready."""
@@ -118,35 +133,50 @@ class Crew:
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._owned[ours] = -1
-        self._listen(lambda: min(self._owned.values()) >= 0)
+            self._told[ours] = Report(-1)
+        self._listen(lambda: min(told.owned for told in self._told.values()) >= 0)
         return go
 
     def settle(self, go: Any) -> float:
-        """Let them join. How many seconds it took until all partitions were fairly owned."""
+        """Let them join. How many seconds it took until all partitions were fairly owned. Raises RuntimeError if that
+        is not what the store says, or if partitions were lost on the way."""
         began = time.perf_counter()
         go.set()
         self._listen(self._is_settled)
-        return time.perf_counter() - began
+        took_s = time.perf_counter() - began
+        self._check()
+        return took_s
 
     def _is_settled(self) -> bool:
-        sizes = self._owned.values()
+        sizes = [told.owned for told in self._told.values()]
         return sum(sizes) == self._partitions and max(sizes) - min(sizes) <= 1
+
+    def _check(self) -> None:
+        keys = Keys("g")
+        with registries.open(self._url) as registry:
+            entries = registry.scan(keys.owners)
+        stored = Counter(Owner.load(entry.key, entry.value).incarnation for entry in entries)
+        sizes, told = sorted(stored.values()), sorted(each.owned for each in self._told.values())
+        if None in stored or sizes != told:
+            raise RuntimeError(f"{self._url}: the members have told {told}, and the store has {sizes}")
+        if lost := sum(each.lost for each in self._told.values()):
+            raise RuntimeError(f"{self._url}: {lost} partitions were lost on the way")
 
     def _listen(self, is_over: Callable[[], bool]) -> None:
         until = time.monotonic() + PATIENCE_S
         while not is_over():
-            ready = _ready(list(self._owned), max(0.0, until - time.monotonic()))
+            ready = _ready(list(self._told), max(0.0, until - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"{self._url}: {sorted(self._owned.values())} after {PATIENCE_S:g} s")
+                sizes = sorted(told.owned for told in self._told.values())
+                raise TimeoutError(f"{self._url}: {sizes} after {PATIENCE_S:g} s")
             for connection in ready:
                 try:
-                    count = connection.recv()
+                    told = connection.recv()
                 except EOFError:
-                    count = None
-                if count is None:
+                    told = None
+                if told is None:
                     raise RuntimeError(f"{self._url}: a member has failed")
-                self._owned[connection] = count
+                self._told[connection] = told
 
     def close(self) -> None:
         """End all members at once; those that have not ended soon are killed."""
@@ -159,7 +189,7 @@ class Crew:
                 process.kill()
 
     def _drain(self) -> None:
-        connections = list(self._owned)
+        connections = list(self._told)
         while connections:
             for connection in _ready(connections):
                 try:

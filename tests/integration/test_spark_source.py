@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -213,30 +214,39 @@ def test_s1_several_topics_are_one_table(spark: Any, hub: Hub) -> None:
     assert {(row.topic, bytes(row.value)) for row in frame.collect()} == {("out", b"v")}
 
 
-def test_filters_reach_the_source_if_they_are_asked_to(spark: Any, hub: Hub) -> None:
-    from pyspark.errors import PySparkException
-
-    middle = hub.topic("in").to_arrow()["timestamp"].to_pylist()[N // 2]
-    for where in ("partition in (0, 3) and offset < 20", f"timestamp >= '{middle}' and partition > 1", "partition = 9"):
-        asked, not_asked = (reads(spark, hub, **more).load().where(where) for more in ({"pushFilters": "true"}, {}))
-        places = ("partition", "offset")
-        assert sorted(asked.select(*places).collect()) == sorted(not_asked.select(*places).collect()), where
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
+@pytest.mark.parametrize("is_pushing", [False, True])
+def test_no_query_on_a_dataframe_reads_by_the_filter_of_another_one(spark: Any, hub: Hub, is_pushing: bool) -> None:
+    """Also in a session that passes filters to Python sources: Spark 4.3 gives the partitions that a reader plans for
+    one filter to every query on the same DataFrame (docs/decisions/0071)."""
+    one, three = hub.topic("in").end(1), hub.topic("in").end(3)
+    assert 0 < one < N > three > 0
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", str(is_pushing).lower())
     try:
-        assert reads(spark, hub).load().where("partition >= 0").count() == N, "a session without the setting works"
-        with pytest.raises(PySparkException, match=r"spark.sql.python.filterPushdown.enabled"):
-            reads(spark, hub, pushFilters="true").load().where("partition >= 0").count()
+        frame = reads(spark, hub).load()
+        first, third = frame.where("partition = 1"), frame.where("partition = 3")
+        assert [first.count(), frame.count(), third.count(), first.count()] == [one, N, three, one], "one by one"
+        assert first.union(third).count() == one + three
+        assert frame.union(first).count() == N + one
+        places = ["partition", "offset"]
+        assert first.join(frame, places).count() == one
+        assert first.join(third, "offset").count() == min(one, three)
+        cached = third.cache()
+        try:
+            assert [cached.count(), first.count(), cached.count(), frame.count()] == [three, one, three, N]
+        finally:
+            cached.unpersist()
+        frame.createOrReplaceTempView("filtered")
+        least = "(SELECT min(offset) FROM filtered WHERE partition = 3)"
+        within = "(SELECT offset FROM filtered WHERE partition = 1)"
+        query = f"SELECT count(*) FROM filtered WHERE offset >= {least} AND offset IN {within}"
+        ends = [hub.topic("in").end(number) for number in range(PARTITIONS)]
+        assert spark.sql(query).first()[0] == sum(min(end, one) for end in ends)
+        with ThreadPoolExecutor(4) as threads:
+            counts = threads.map(lambda each: each.count(), [first, frame, third] * 3)
+            assert list(counts) == [one, N, three] * 3
     finally:
-        spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-
-
-def test_spark_gives_all_queries_of_a_dataframe_the_ranges_of_its_last_filter(spark: Any, hub: Hub) -> None:
-    """A defect of Spark 4.3, and the reason why filters reach the source only if a load asks for it. If this test
-    fails, Spark has mended it: then pushFilters can be the default (docs/decisions/0040)."""
-    asked, not_asked = (reads(spark, hub, **more).load() for more in ({"pushFilters": "true"}, {}))
-    for frame, rows in ((asked, hub.topic("in").end(1)), (not_asked, N)):
-        assert frame.where("partition = 1").count() == hub.topic("in").end(1)
-        assert frame.count() == rows
+        spark.catalog.dropTempView("filtered")
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
 def test_s3_a_write_appends_all_or_nothing(spark: Any, hub: Hub) -> None:

@@ -128,6 +128,22 @@ def test_r6_the_loss_of_a_lease_is_told_while_its_renewal_still_hangs() -> None:
         assert stuck.lost.wait(30)
 
 
+@pytest.mark.parametrize("by", ["close", "end"])
+def test_a_lease_that_its_holder_ends_during_a_renewal_is_not_logged_as_expired(
+    caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        with place() as here:
+            lease = here.lease(hangs=True)
+            here.clock.advance(TTL_S / 4)
+            assert here.stored[0].asked.acquire(timeout=30)
+            ending = aside(getattr(lease, by))
+            assert lease.lost.wait(30)
+            here.stored[0].may_answer.set()
+            ending.result()
+        assert caplog.messages == []  # and all threads of the Renewer have ended
+
+
 def test_at_the_bound_a_lease_waits_and_passes_its_own_deadline(caplog: pytest.LogCaptureFixture) -> None:
     with place(workers_max=3) as here, caplog.at_level(logging.WARNING):
         for _ in range(3):

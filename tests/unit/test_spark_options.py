@@ -1,5 +1,6 @@
 """S1: what a user writes into `.option(...)`, and what is said about mistakes."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,15 @@ def test_a_wrong_option_is_named_with_its_choices(changes: dict[str, str | None]
     with pytest.raises(InvalidOption, match=says) as caught:
         stream_options(given)
     assert caught.value.option == option
+
+
+def test_an_option_to_push_filters_is_refused_with_the_options_that_bound_a_read() -> None:
+    for name, options in itertools.product(("pushFilters", "pushfilters"), (read_options, stream_options)):
+        with pytest.raises(
+            InvalidOption, match=r"assign .*startingOffsets.*endingOffsets.*startingTimestamp"
+        ) as caught:
+            options({**STREAM, name: "true"})
+        assert caught.value.option == "pushFilters"
 
 
 @pytest.mark.parametrize(

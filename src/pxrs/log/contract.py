@@ -278,12 +278,6 @@ class Source(ABC):
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
 
-    def end_before(self, partition: int, timestamp: int) -> int:
-        """An offset after every message whose time is earlier. It need not be the smallest such offset: a source that
-        would have to read its messages to find it returns the end of the partition. Messages need not be in the order
-        of their times, so it may be greater than `offset_at`."""
-        return self.end(partition)
-
 
 class TopicLog(Source):
     """A topic of a log: a Source that can be appended to."""

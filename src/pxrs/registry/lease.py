@@ -118,6 +118,9 @@ class Lease:
         self.renewal: Renewal | None = None
         """Set by `Renewer.add`; None if this lease is not renewed by the registry."""
         self.is_abandoned = False
+        self.is_ended = False
+        """Set at the beginning of `end` and `close`: whoever calls them knows that the lease ends. The Renewer does not
+        report a renewal that is under way then as an expiry."""
         self._on_closed, self._clock = on_closed, clock
         self._pid = os.getpid()
         self._guard = threading.Lock()
@@ -163,6 +166,8 @@ class Lease:
         finally:
             self._renewing.release()
         with self._guard:
+            if self.is_ended:
+                raise LeaseExpired(f"lease {self.id} was ended while a renewal of it was under way")
             # Another process may have seen the lease end at the old deadline.
             if not self.alive:
                 raise LeaseExpired(f"lease {self.id}: the reply to its renewal came after its deadline")
@@ -175,6 +180,7 @@ class Lease:
         Raises an error if the store did not confirm that. Then the lease ends there at its expiry at the latest; here
         it has ended in any case, and `end` may be called again."""
         self._check_process()
+        self.is_ended = True
         self.expire()
         self._stop_renewals()
         self.stored.end()
@@ -187,6 +193,7 @@ class Lease:
         expiry."""
         if os.getpid() != self._pid or not self._begin_to_close():
             return  # the lease is the parent process's, or it was closed before
+        self.is_ended = True
         self.expire()
         try:
             if self.is_renewed:

@@ -22,7 +22,7 @@ The states of the renewals of one lease:
     QUEUED   still there after `ttl / 16`                 QUEUED; one more worker, if the bound allows it
     RUNNING  the store renewed the lease                  WAITING for `ttl / 4`
     RUNNING  the renewal failed                           WAITING for `ttl / 16`
-    RUNNING  LeaseExpired                                 STOPPED
+    RUNNING  LeaseExpired                                 STOPPED; a warning, unless the holder has ended the lease
     any      the deadline passes                          STOPPED; `Lease.lost` is set
     any      `stop`, `Renewer.close`, the lease is freed  STOPPED
 
@@ -247,7 +247,8 @@ class Renewer:
                 pause_s = lease.ttl / RENEWALS_PER_TTL
         except LeaseExpired as error:
             assert lease is not None
-            line = logging.WARNING, f"lease {lease.id} has expired: {error}"
+            if not lease.is_ended:
+                line = logging.WARNING, f"lease {lease.id} has expired: {error}"
         except Exception as error:  # noqa: BLE001 - whatever failed, the deadline decides
             assert lease is not None
             line = logging.INFO, f"lease {lease.id}: renewal failed, will try again: {error}"

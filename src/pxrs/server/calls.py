@@ -107,10 +107,6 @@ def _offset_at(served: Served, given: Given, at: float) -> Result:
     return {"offset": served.topic(given).offset_at(given.whole("partition"), given.whole("timestamp"))}
 
 
-def _end_before(served: Served, given: Given, at: float) -> Result:
-    return {"offset": served.topic(given).end_before(given.whole("partition"), given.whole("timestamp"))}
-
-
 def _plan_retention(served: Served, given: Given, at: float) -> Result:
     plan = served.topic(given).plan_retention(given.whole("now"), given.pairs("unread"))
     return {
@@ -246,7 +242,6 @@ CALLS: Final[dict[str, Function]] = {
     "topic.bounds": _bounds,
     "topic.owners": _owners,
     "topic.offset_at": _offset_at,
-    "topic.end_before": _end_before,
     "topic.plan_retention": _plan_retention,
     "topic.trim": _trim,
     "topic.check_writable": _check_writable,

@@ -6,7 +6,6 @@ reads and when a batch counts is decided in `pxrs.publishing`.
     source.py       `format("pxrs")`: what Spark finds under that name
     options.py      the options of readers and writers as values; option_names.py: their names; given.py: their texts;
                     names.py: which topics or registered source they name
-    filters.py      the filters of a query as bounds of what a batch reads
     reader.py       planning in the driver; tasks.py: reading a topic in tasks; table.py: reading a registered table
     writer.py       staging in tasks, publishing in the driver (publishers.py); sink_columns.py: the columns of a write
     numbered.py     writes that may be repeated; updates.py: output mode `update` by them; threads.py: writes in threads

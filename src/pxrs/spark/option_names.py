@@ -24,7 +24,7 @@ _ROWS: Final = ("minPartitions", "failOnDataLoss", "includeHeaders", "includeTop
 BATCH: Final = (
     *(*_HUB, *_TOPICS, "group", *_STARTING),
     *("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp"),
-    *(*_ROWS, "pushFilters", "sourceUrl"),
+    *(*_ROWS, "sourceUrl"),
 )
 STREAM: Final = (
     *(*_HUB, *_TOPICS, "group", *_STARTING),
@@ -44,6 +44,12 @@ _KAFKAS: Final = {
     "maxrecordsperpartition": "give the number of tasks as minPartitions",
 }
 """What to do about an option of Spark's Kafka source that pxrs does not have."""
+_NO_FILTERS: Final = (
+    "there is no such option: Spark 4.3 would give the rows of one filter to other queries on the same DataFrame. "
+    "Spark applies where to the rows that are read; to read only a part, give assign for partitions, startingOffsets "
+    "and endingOffsets, or startingTimestamp and endingTimestamp"
+)
+"""The advice about `pushFilters`, which Spark's documentation of Python sources names (docs/decisions/0071)."""
 _A_CLIENTS: Final = "it sets up a client of Kafka, and pxrs has none; leave it out"
 NO_TABLE: Final = (
     "Spark passes a Python source none of the options of a table that was made with CREATE TABLE ... USING pxrs. Drop "
@@ -83,6 +89,8 @@ def _unknown(key: str, names: Mapping[str, str], of: str) -> InvalidOption:
     name = key.lower()
     if name in _KAFKAS or name.startswith("kafka."):
         return InvalidOption(key, f"this is an option of Spark's Kafka source: {_KAFKAS.get(name, _A_CLIENTS)}")
+    if name == "pushfilters":
+        return InvalidOption("pushFilters", _NO_FILTERS)
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     suggestion = f"did you mean {names[nearest[0]]}? " if nearest else ""
     return InvalidOption(key, f"unknown; {suggestion}{of} has {', '.join(names.values())}")

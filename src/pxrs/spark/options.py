@@ -46,8 +46,6 @@ class ReadOptions:
     """How long a stream waits at most until there are `rows_min` rows."""
     fails_on_loss: bool = True
     columns: tuple[str, ...] = COLUMNS
-    pushes_filters: bool = False
-    """Whether a batch reads only what the filters of the query need."""
     is_shared: bool = False
     assignor: str = "sticky"
     lease_ttl: float | None = None
@@ -76,7 +74,6 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
         given.count("minPartitions"),
         fails_on_loss=given.flag("failOnDataLoss", True),
         columns=given.columns(),
-        pushes_filters=given.flag("pushFilters", False),
         source_url=_resolved_table(given.text("sourceUrl")),
     )
 

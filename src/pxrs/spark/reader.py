@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -31,7 +31,6 @@ from pxrs.publishing.offsets import OffsetForm
 from pxrs.publishing.planning import Delay, Range, gather, split
 from pxrs.publishing.selection import boundary_offsets
 from pxrs.registry.lease import Lease
-from pxrs.spark.filters import ALL, ANY, Wanted, wanted_by
 from pxrs.spark.following import Followed
 from pxrs.spark.names import find_source, topics_to_read, topics_to_stream
 from pxrs.spark.options import ReadFrom, ReadOptions, WriteOptions
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
 _TASK_ROWS_MIN: Final = 20_000
 """Short ranges of several partitions are read by one task until it has this number of rows, unless minPartitions is
 given."""
-_FILTERED_TASK_ROWS_MIN: Final = 200_000
-"""The same for a batch with filters, whose tasks often yield fewer rows than they have offsets. Reading this number of
-rows takes a tenth of a second, and a task has a fixed cost of about half of that."""
 
 
 class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
@@ -55,7 +51,6 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
-        self._wanted = ALL
 
     def partitions(self) -> list[Slice] | list[TableSlice]:
         options = self._options
@@ -71,7 +66,7 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
             options.ending.check_topics(names)
             found = [(topic, self._ranges(hub, topic)) for topic in logs]
             place = HubPlace.to_read(options.where.url, {topic.id for topic in logs})
-            return _slices(options, place, found, wanted=self._wanted)
+            return _slices(options, place, found)
 
     def _ranges(self, hub: Hub, topic: TopicLog) -> list[Range]:
         """The ranges of offsets that are read of a topic."""
@@ -87,22 +82,10 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
             Range(number, checked_start(topic.name, number, starts[number], bounds[number].start, fails), ends[number])
             for number in numbers
         ]
-        ranges = [each for each in ranges if each.start < each.end]
-        return ranges if self._wanted == ALL else _narrowed(topic, ranges, self._wanted)
+        return [each for each in ranges if each.start < each.end]
 
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
         return TaskReader, ()
-
-
-class FilteredBatchReader(BatchReader):
-    """`spark.read` with pushFilters: reads only messages that may pass the filters of the query. A class of its own,
-    because Spark refuses a reader that defines `pushFilters` in a session in which
-    `spark.sql.python.filterPushdown.enabled` is false."""
-
-    def pushFilters(self, filters: list[Filter]) -> list[Filter]:
-        """Remember the filters for `partitions`. Returns all of them: Spark applies them to the rows that are read."""
-        self._wanted = wanted_by(filters)
-        return filters
 
 
 class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
@@ -259,37 +242,16 @@ def _table(hub: Hub, name: str) -> RegisteredSource | None:
     return None
 
 
-def _narrowed(topic: TopicLog, ranges: Sequence[Range], wanted: Wanted) -> list[Range]:
-    """The ranges without offsets at which no message can pass the filters."""
-    if not wanted.has_topic(topic.name):
-        return []
-    narrowed = []
-    for number, start, end in ranges:
-        start, end = max(start, wanted.offsets.start), min(end, wanted.offsets.end)
-        if start >= end or not wanted.has_partition(number):
-            continue
-        if wanted.times.start > ANY.start:
-            start = max(start, topic.offset_at(number, wanted.times.start))
-        if wanted.times.end < ANY.end:
-            # Not `offset_at`: messages of an earlier time may follow the first one of this time.
-            end = min(end, topic.end_before(number, wanted.times.end))
-        if start < end:
-            narrowed.append(Range(number, start, end))
-    return narrowed
-
-
 def _slices(
     options: ReadOptions,
     place: HubPlace,
     found: Sequence[tuple[TopicLog, Sequence[Range]]],
     feeds: Mapping[str, Feed] | None = None,
-    wanted: Wanted = ALL,
 ) -> list[Slice]:
     """The tasks that read these ranges of topics. A task reads one topic. feeds: of a stream, by topic id."""
-    least, times = options.partitions_min, wanted.task_times
+    least = options.partitions_min
     if least is None:
-        rows_min = _TASK_ROWS_MIN if wanted == ALL else _FILTERED_TASK_ROWS_MIN
-        tasks = [(topic, part) for topic, ranges in found for part in gather(ranges, rows_min)]
+        tasks = [(topic, part) for topic, ranges in found for part in gather(ranges, _TASK_ROWS_MIN)]
     else:
         pieces = split([each for _, ranges in found for each in ranges], least)
         owners = [topic for topic, ranges in found for _ in ranges]
@@ -303,7 +265,6 @@ def _slices(
             options.columns,
             options.fails_on_loss,
             None if feeds is None else feeds[topic.id],
-            times,
         )
         for topic, part in tasks
     ]

@@ -24,8 +24,6 @@ _DEFAULTS: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.shuffle.partitions": "8",
     "spark.sql.session.timeZone": "UTC",
-    # Without it, Spark refuses a read with the option pushFilters. Other reads are not affected.
-    "spark.sql.python.filterPushdown.enabled": "true",
     # Spark shows a stream's options in its plans, as in `explain`, and hides only those whose names match this. The
     # address of a registry may hold a password.
     "spark.sql.redaction.options.regex": "(?i)url|registry",

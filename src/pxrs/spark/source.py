@@ -12,7 +12,7 @@ from pxrs.errors import InvalidOption
 from pxrs.spark.columns import check_schema, row_schema
 from pxrs.spark.numbered import NumberedWriter
 from pxrs.spark.options import columns_of, read_options, stream_options, write_options
-from pxrs.spark.reader import BatchReader, FilteredBatchReader, StreamReader
+from pxrs.spark.reader import BatchReader, StreamReader
 from pxrs.spark.writer import BatchWriter, StreamWriter
 
 
@@ -42,7 +42,7 @@ class PxrsSource(DataSource):  # type: ignore[misc]
         self._is_planned = True
         options = read_options(self.options)
         check_schema(schema, options.columns)
-        return FilteredBatchReader(options) if options.pushes_filters else BatchReader(options)
+        return BatchReader(options)
 
     def streamReader(self, schema: StructType) -> StreamReader:
         self._is_planned = True

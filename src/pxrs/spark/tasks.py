@@ -28,7 +28,6 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import REPLACED, Range
 from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
-from pxrs.spark.filters import Times
 from pxrs.spark.given import TOPIC
 from pxrs.spark.place import HubPlace, check_machine
 from pxrs.spark.table import TableSlice, read_table
@@ -60,9 +59,6 @@ class Slice(InputPartition):  # type: ignore[misc]
     feed: Feed | None = None
     """The offsets that the whole batch of a streaming query reads of this topic; None in a batch job. The task stores
     it for the query's sink."""
-    times: Times | None = None
-    """The times that a query needs, if its filters say so: stored batches without a message of such a time are
-    skipped."""
 
     @property
     def rows(self) -> int:
@@ -195,10 +191,10 @@ def _forget_topics() -> None:
 
 
 def _wanted(batches: Iterable[Batch], part: Slice) -> Iterator[Batch]:
-    """The batches that have rows of the times that the query needs, with the stored columns that it needs."""
+    """The batches that have rows, with the stored columns that the query needs."""
     columns = [name for name in part.columns if name in SCHEMA.names]
     for batch in batches:
-        if batch.records.num_rows and (part.times is None or part.times.may_be_in(batch.records)):
+        if batch.records.num_rows:
             yield batch._replace(records=batch.records.select(columns), encoded=None)
 
 

@@ -211,17 +211,6 @@ class _Reads(LogFixtures):
         )
         assert [topic.offset_at(0, time) for time in (5, 15, 50, 51, 60, 61)] == [0, 0, 0, 3, 3, 4]
 
-    def test_end_before_is_behind_every_earlier_message(self, topic: TopicLog) -> None:
-        batches = [[50, 10], [20, 60], [70, 80], [90, 30], [95, 99]]
-        times = [time for batch in batches for time in batch]
-        for batch in batches:
-            offsets_of(topic.append([Append.encoded(0, records([b"a", b"b"], batch))]))
-        for time in range(0, 110, 5):
-            end = topic.end_before(0, time)
-            assert end <= len(times)
-            assert all(stored >= time for stored in times[end:])
-        assert topic.end_before(1, 50) == 0
-
     def test_what_was_read_stays_as_it_was(self, filled: TopicLog) -> None:
         (first, *_) = filled.read(0, 0)
         before = first.records.to_pylist()

@@ -32,7 +32,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "log.delete_topic": {"topic": "made"},
     "topic.bounds": {**_TOPIC, "partitions": [0, 1]},
     "topic.offset_at": {**_TOPIC, "partition": 0, "timestamp": 0},
-    "topic.end_before": {**_TOPIC, "partition": 0, "timestamp": 0},
     "topic.plan_retention": {**_TOPIC, "now": 0, "unread": [[0, 0]]},
     "topic.trim": {**_TOPIC, "starts": [[0, 0]]},
     "topic.check_writable": _TOPIC,

@@ -7,15 +7,18 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+import pxrs
 from pxrs.errors import Closed, Unauthenticated
 from pxrs.hub import Hub
 from pxrs.remote import flight
 from pxrs.server.appends import AppendStream
+from pxrs.server.auth import tokens
 from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.names import HubNames
 from pxrs.server.budget import Budget
@@ -27,6 +30,7 @@ from pxrs.server.pools import Pools
 from pxrs.server.reads import ReadStream, Room
 from pxrs.server.settings import ServerLimits
 from pxrs.testing.proxy import Proxy
+from pxrs.testing.waiting import PATIENCE_S
 from tests.integration.server.conftest import Running, Start
 from tests.integration.server.peer import (
     CONTROL,
@@ -156,6 +160,70 @@ def test_w1_an_append_that_is_being_stored_when_its_token_is_revoked_is_answered
             put.outcome()
         assert isinstance(error_of(failed.value), Unauthenticated)
     assert log.end(0) == 3
+
+
+@pytest.fixture
+def guarded(start: Start, tmp_path: Path) -> Iterator[tuple[Running, Hub, Callable[[], object]]]:
+    """A server with a tokens file, a hub that a client has opened there, and a function that revokes its token."""
+    path, held = str(tmp_path / "tokens.json"), tmp_path / "token"
+    _, secret = tokens.create(path, "ci", ["topic:t=read,write"], now=0.0)
+    held.write_text(secret or "")
+    held.chmod(0o600)
+    running = start(auth=path)
+    running.hub.create_topic("t", partitions=3)
+    with pxrs.open(f"pxrs://{running.address}?token_file={held}") as client:
+        yield running, client, lambda: tokens.revoke(path, "ci")
+
+
+def test_w5_what_a_producer_sends_after_its_token_was_revoked_is_unauthenticated(
+    guarded: tuple[Running, Hub, Callable[[], object]],
+) -> None:
+    """Also while the streams of the token are open: the server looks at its tokens, and then ends the streams."""
+    running, client, revoke = guarded
+    out = client.producer("t")
+    assert out.send(b"before", partition=0).result(PATIENCE_S) == (0, 0)
+    revoke()
+    running.ask(lambda server: server.service._served.gate.refresh())
+    for partition in (0, 1, 0):
+        with pytest.raises(Unauthenticated):
+            out.send(b"after", partition=partition).result(PATIENCE_S)
+    until(lambda: not running.ask(lambda server: server.service.streams))
+    with pytest.raises(Unauthenticated):
+        out.send(b"after", partition=2).result(PATIENCE_S)
+    with pytest.raises(Unauthenticated):
+        out.close()
+    assert [running.hub.topic("t").log.end(partition) for partition in range(3)] == [1, 0, 0]
+
+
+def test_w1_a_producer_gets_the_answer_to_what_is_being_stored_when_its_token_is_revoked(
+    guarded: tuple[Running, Hub, Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control stream ends first. The client must not close the connection, on which the answer comes."""
+    running, client, revoke = guarded
+    log = running.hub.topic("t").log
+    real, begun, opened = type(log).append, threading.Event(), threading.Event()
+
+    def slow(topic: Any, *given: Any) -> Any:
+        if topic.name == "t":
+            begun.set()
+            opened.wait(PATIENCE_S)
+        return real(topic, *given)
+
+    monkeypatch.setattr(type(log), "append", slow)
+    topic, out = client.topic("t"), client.producer("t")
+    receipt = out.send(b"under way", partition=0)
+    assert begun.wait(PATIENCE_S)
+    later = out.send(b"later", partition=1)
+    revoke()
+    until(lambda: running.ask(lambda server: len(server.service.streams)) <= 1)
+    with pytest.raises(Unauthenticated):
+        topic.log.end(0)  # the client has noticed the end of its control stream
+    opened.set()
+    assert receipt.result(PATIENCE_S) == (0, 0)
+    with pytest.raises(Unauthenticated):
+        later.result(PATIENCE_S)
+    with pytest.raises(Unauthenticated):
+        out.close()
 
 
 def test_a_server_stops_in_time_though_a_client_does_not_read(start: Start) -> None:

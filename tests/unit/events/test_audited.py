@@ -116,7 +116,7 @@ OTHER_CALLS: Final = {
     *("staging.announce", "staging.changed_at", "staging.check_writable", "staging.clear", "staging.feeds"),
     *("staging.forget_query", "staging.forget_topic", "staging.keep_topic", "staging.make_durable", "staging.publish"),
     *("staging.remove", "staging.sweep", "staging.topics"),
-    *("topic.bounds", "topic.check_writable", "topic.end_before", "topic.offset_at", "topic.owners"),
+    *("topic.bounds", "topic.check_writable", "topic.offset_at", "topic.owners"),
     *("topic.plan_retention",),
     *("topic.retention_problem", *WATCHING),
 }

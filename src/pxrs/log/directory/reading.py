@@ -31,9 +31,6 @@ from pxrs.log.directory.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
 TAIL_READ_BYTES: Final = 256 << 10
-LOOKED_AT_MAX: Final = 4_096
-"""How many frame headers `Reader.end_before` reads at most. That takes some milliseconds, and covers gigabytes if the
-frames are large."""
 _NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` of a list would import pandas where that is installed
 
 
@@ -261,29 +258,6 @@ class Reader:
                 if time_us >= timestamp:
                     return batch.base_offset + row
         return None
-
-    def end_before(self, timestamp: int) -> int:
-        """As `Source.end_before`: the end of the last frame that has an earlier message. The end of the partition if
-        more than LOOKED_AT_MAX frames would have to be read, or if a frame is damaged: reading it raises the error."""
-        found = offset = self.offset_at(timestamp)
-        published = self._published()
-        left = LOOKED_AT_MAX
-
-        def is_too_many(header: Header) -> bool:
-            nonlocal found, offset, left
-            left, offset = left - 1, header.next_offset
-            if not header.is_gap and header.first_timestamp < timestamp:
-                found = header.next_offset
-            return left < 0
-
-        try:
-            while offset < published.end:
-                before = offset
-                if next(self._read_segment(published, offset, is_too_many), None) is not None or offset == before:
-                    return published.end
-        except (DamagedFrame, OffsetTrimmed):
-            return published.end
-        return found
 
     def _base_of(self, offset: int, published: Published) -> int:
         with self._cache:

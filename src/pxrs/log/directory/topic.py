@@ -125,12 +125,6 @@ class DirectoryTopic(TopicLog):
             self._folder.check()
             return found
 
-    def end_before(self, partition: int, timestamp: int) -> int:
-        with self._reading(partition) as opened:
-            found = opened.reader.end_before(timestamp)
-            self._folder.check()
-            return found
-
     def published(self, partition: int) -> Published:
         """What readers may read of a partition's files; for the checker."""
         with self._reading(partition) as opened:

@@ -8,7 +8,10 @@ Nothing is ever resent here. What a failure proves of the parts that have no ans
 |---|---|
 | before gRPC has taken a batch of it | it was not sent |
 | the server has ended the stream with an error of `CERTAIN` | it is not stored: the server decides before it stores |
-| otherwise, as when the token was revoked meanwhile | nothing: each of its batches may be stored |
+| otherwise, as when the connection is lost | nothing: each of its batches may be stored |
+
+The errors of `CERTAIN` prove this because the server sends the answers to what it has stored before the error, and gRPC
+delivers them in that order.
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
-from pxrs.errors import HubMoved, InvalidArgument, NotPermitted, NoWritePermission, ServerBusy, UnknownTopic
+from pxrs.errors import (
+    HubMoved,
+    InvalidArgument,
+    NotPermitted,
+    NoWritePermission,
+    ServerBusy,
+    Unauthenticated,
+    UnknownTopic,
+)
 from pxrs.log.batch import ANONYMOUS
 from pxrs.log.contract import Append
 from pxrs.model import CODECS
@@ -34,7 +45,10 @@ from pxrs.remote.client.limits import Limit, Limits
 
 IDLE_MAX: Final = 8
 """How many idle streams are kept. Each has a thread of gRPC's, which sends."""
-CERTAIN: Final = (InvalidArgument, UnknownTopic, HubMoved, NoWritePermission, NotPermitted, ServerBusy)
+CERTAIN: Final = (
+    *(InvalidArgument, UnknownTopic, HubMoved, NoWritePermission, NotPermitted, ServerBusy),
+    Unauthenticated,  # the token was revoked or has expired since the stream began
+)
 """Errors that end a stream of appends before the append that is under way is stored."""
 PART_BATCHES, PART_BYTES = 500, 4 << 20
 """How large one append of the wire becomes, unless one partition has more. Smaller parts are synced to disk more often;

@@ -3,7 +3,8 @@
 The problem: a gRPC channel makes connections, replaces them and queues calls by itself, so that after a failure it is
 not known whether a request was sent. So a channel is used here for one connection only: from the hello of its control
 stream until that stream has ended, and then never again. After a break it is closed, and every stream on it fails at
-once. After a goodbye of the server the streams on it may finish: it is closed when the last of them has ended.
+once. After a goodbye of the server, and after an error with which it ended the control stream, the other streams may
+finish: the channel is closed when the last of them has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pxrs.remote.client.settings import Settings
 HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
 """gRPC's health check: the one call that needs no token."""
 DRAIN_S_MAX: Final = 10.0
-"""How long streams may go on after the goodbye of the server."""
+"""How long streams may go on after the server has said goodbye, or has ended the control stream."""
 _OPTIONS: Final = (
     ("grpc.enable_retries", 0),
     # Otherwise gRPC gives a new channel the socket of the old one, and its waiting time after a failure.

@@ -14,8 +14,10 @@ States of a `Request`, all of them changed under `_lock`:
 | sent | lost | the stream ends, or its caller stops waiting: nobody knows whether it had an effect (W1) |
 
 On failure: every request that has no answer ends at once, and the stream is not used again (`link` makes the next one).
-After a goodbye no request is sent any more, and the stream ends when those under way are answered. They may take long,
-so a thread of their own reads their answers, and the reader is free to connect to another server.
+If the server has ended the stream with an error of pxrs, as when the token was revoked, the connection is sound, and
+the reads and appends on it may finish: the server answers the append that it is storing. Otherwise it is closed at
+once. After a goodbye no request is sent any more, and the stream ends when those under way are answered. They may take
+long, so a thread of their own reads their answers, and the reader is free to connect to another server.
 """
 
 from __future__ import annotations
@@ -94,6 +96,8 @@ class ControlStream:
         """Why the stream has ended; None if it has not."""
         self._is_leaving = False
         """The server has said goodbye."""
+        self._is_refused = False
+        """The server has ended the stream with an error of pxrs."""
         self._heard_at = 0.0
         """When the last message came, on the monotonic clock."""
         self._call: Any = None
@@ -172,7 +176,9 @@ class ControlStream:
                 if self._is_leaving and not is_rest and self._why is None:
                     return None
         except grpc.RpcError as failure:
-            why = str(error_in(failure) or text_of(failure))
+            error = error_in(failure)
+            self._is_refused = error is not None
+            why = str(error or text_of(failure))
         except (ValueError, TypeError, flight.MalformedMessage) as error:
             why = f"a message of the server cannot be read: {error}"
         return why
@@ -192,7 +198,7 @@ class ControlStream:
         self._outbox.put(None)
         if call is not None:
             call.cancel()
-        if self._is_leaving:
+        if self._is_leaving or self._is_refused:
             self.channel.retire()
         else:
             self.channel.close()

@@ -219,9 +219,6 @@ class RoutedTopic(TopicLog):
     def offset_at(self, partition: int, timestamp: int) -> int:
         return self._at(partition, lambda log: log.offset_at(partition, timestamp))
 
-    def end_before(self, partition: int, timestamp: int) -> int:
-        return self._at(partition, lambda log: log.end_before(partition, timestamp))
-
     # Appending.
 
     def check_writable(self) -> None:

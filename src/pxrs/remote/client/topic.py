@@ -147,10 +147,6 @@ class RemoteTopic(TopicLog):
         self._checked((partition,))
         return int(self._ask("topic.offset_at", partition=partition, timestamp=timestamp)["offset"])
 
-    def end_before(self, partition: int, timestamp: int) -> int:
-        self._checked((partition,))
-        return int(self._ask("topic.end_before", partition=partition, timestamp=timestamp)["offset"])
-
     # Appending.
 
     def check_writable(self) -> None:

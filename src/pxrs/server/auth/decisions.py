@@ -195,7 +195,6 @@ CALLS: Final[Mapping[str, Decision]] = {
     "topic.bounds": _topic("describe", "read"),
     "topic.owners": _stage("describe", "read", "write"),
     "topic.offset_at": _topic("describe", "read"),
-    "topic.end_before": _topic("describe", "read"),
     "topic.plan_retention": _topic("admin"),
     "topic.trim": _hub_admin,
     "topic.check_writable": _stage("write"),
