@@ -1,5 +1,5 @@
-"""Clusters of real processes. A test that damages its cluster for good has its own by `running_cluster`; the
-other tests share one through the fixture `cluster`."""
+"""Clusters of real processes. A test that damages its cluster for good starts its own with `running_cluster`; the
+others share one through the fixture `cluster`."""
 
 from __future__ import annotations
 

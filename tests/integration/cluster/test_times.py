@@ -22,6 +22,7 @@ from pxrs.cluster.ledgers import OPEN, LedgerRecord
 from pxrs.cluster.records import OwnerRecord
 from pxrs.registry.contract import Registry
 from pxrs.testing.cluster_processes import BrokerMember, ClusterProcesses
+from pxrs.testing.servers import ServerFailed
 from pxrs.testing.waiting import eventually
 from tests.integration.cluster.chaos import IS_SOAK
 from tests.integration.cluster.conftest import LONG_LEASE_S, NODE_TIMEOUT_S
@@ -112,6 +113,21 @@ def all_serve(hub: pxrs.Hub, topic: str) -> None:
     with hub.producer(topic) as producer:
         for receipt in [producer.send(b"x", partition=number) for number in range(PARTITIONS)]:
             receipt.result(PATIENCE_S)
+
+
+def test_a_process_that_has_ended_is_told_of_with_its_log(cluster: ClusterProcesses, registry: Registry) -> None:
+    """Otherwise the tests that follow would run with a node too few."""
+    node = cluster.nodes[3]
+    node.process.kill()
+    with pytest.raises(ServerFailed, match=r"(?s)node3: .* has ended with code -9:.*storage node"):
+        cluster.wait_until_whole(registry)
+    node.process.start(wait=False)
+    cluster.wait_until_whole(registry)
+    assert node.process.is_ready()
+    node.proxy.stall()
+    with pytest.raises(ServerFailed, match="node3: its proxy is in the mode 'stall'"):
+        cluster.wait_until_whole(registry)
+    node.proxy.restore()
 
 
 def test_the_partitions_of_a_killed_broker_serve_again_after_its_lease(
