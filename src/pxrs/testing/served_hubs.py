@@ -47,7 +47,7 @@ class ServedHubs:
         return f"pxrs://{HOST}:{port}"
 
     def forget_all(self) -> None:
-        """Stop all servers, and close their hubs. Raises EOFError if the process has ended; another one is started then."""
+        """Stop all servers, and close their hubs. If the process has ended, start another one, and raise EOFError."""
         self._served.clear()
         try:
             self._call({"end": True})
