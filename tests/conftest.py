@@ -132,9 +132,9 @@ def spark_session(spark_folder: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def spark(spark_session: Any) -> Iterator[Any]:
-    """The Spark session of this process. A test shares it with other tests, so it uses folders, queries, views and
-    settings of its own. One that leaves a query running, a setting changed or the session stopped fails; queries are
-    stopped and settings are restored for the next test."""
+    """The Spark session of this process. A test shares it with other tests, so it uses folders, queries and views of
+    its own. Settings that it changes, also by `pxrs.spark.session` in a program that it runs, are restored after it. A
+    test that leaves a query running or the session stopped fails; the query is stopped for the next test."""
     assert not spark_session.sparkContext._jsc.sc().isStopped(), "an earlier test has stopped the session"
     before = dict(spark_session.conf.getAll)
     yield spark_session
@@ -142,11 +142,12 @@ def spark(spark_session: Any) -> Iterator[Any]:
     queries, after = spark_session.streams.active, dict(spark_session.conf.getAll)
     for query in queries:
         query.stop()
-    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    for name in changed:
-        spark_session.conf.set(name, before[name]) if name in before else spark_session.conf.unset(name)
+    for name in before.keys() | after.keys():
+        if name not in before:
+            spark_session.conf.unset(name)
+        elif before[name] != after.get(name):
+            spark_session.conf.set(name, before[name])
     assert not queries, f"the test has left queries running: {[query.name or query.id for query in queries]}"
-    assert not changed, f"the test has left settings changed: {sorted(changed)}"
 
 
 @pytest.fixture(scope="session")
