@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,10 +140,28 @@ def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("spark")
 
 
+@pytest.fixture(autouse=True)
+def _shared_servers() -> Iterator[None]:
+    """A test that leaves a server of a fixture with a wider scope ended, paused or without an answer fails with the end
+    of its log, and the server is started again: the next test does not fail instead. Servers of the test itself are
+    closed by then. Runs after all fixtures of the test, because it is set up before them."""
+    yield
+    servers = sys.modules.get("pxrs.testing.servers")
+    if servers is None:
+        return
+    broken = [(server, fault) for server in servers.started_servers() if (fault := server.fault()) is not None]
+    for server, _ in broken:
+        server.restore()
+    if broken:
+        told = "\n".join(fault for _, fault in broken)
+        pytest.fail(
+            f"the test has left servers that other tests use, or that it has not closed:\n{told}", pytrace=False
+        )
+
+
 @pytest.fixture(scope="session")
-def spark(spark_folder: Path) -> Iterator[Any]:
-    """The Spark session of this process. A test shares it with other tests, so it uses folders, queries, views and
-    settings of its own, and leaves no query running."""
+def spark_session(spark_folder: Path) -> Iterator[Any]:
+    """The Spark session of this process. Tests use it as `spark`."""
     pytest.importorskip("pyspark")
     from pxrs.spark import session
 
@@ -153,16 +172,38 @@ def spark(spark_folder: Path) -> Iterator[Any]:
     found.stop()
 
 
+@pytest.fixture
+def spark(spark_session: Any) -> Iterator[Any]:
+    """The Spark session of this process. A test shares it with other tests, so it uses folders, queries and views of
+    its own. Settings that it changes, also by `pxrs.spark.session` in a program that it runs, are restored after it. A
+    test that leaves a query running or the session stopped fails; the query is stopped for the next test."""
+    assert not spark_session.sparkContext._jsc.sc().isStopped(), "an earlier test has stopped the session"
+    before = dict(spark_session.conf.getAll)
+    yield spark_session
+    assert not spark_session.sparkContext._jsc.sc().isStopped(), "the test has stopped the session of all tests"
+    queries, after = spark_session.streams.active, dict(spark_session.conf.getAll)
+    for query in queries:
+        query.stop()
+    for name in before.keys() | after.keys():
+        if name not in before:
+            spark_session.conf.unset(name)
+        elif before[name] != after.get(name):
+            spark_session.conf.set(name, before[name])
+    assert not queries, f"the test has left queries running: {[query.name or query.id for query in queries]}"
+
+
 @pytest.fixture(scope="session")
-def connect_url(spark: Any) -> Iterator[str]:
-    """The address of a Spark Connect server in the Java of the session `spark`: another Java would take longer to start
+def connect_url(spark_session: Any) -> Iterator[str]:
+    """The address of a Spark Connect server in the Java of `spark_session`: another Java would take longer to start
     than its clients run. It is started once for all tests, because it cannot be started again after it was stopped."""
     for package in ("pandas", "grpc_status", "zstandard"):
         pytest.importorskip(package)
     for name, value in (("address", "127.0.0.1"), ("port", "0")):
-        spark._jsc.sc().conf().set(f"spark.connect.grpc.binding.{name}", value)
-    server = getattr(getattr(spark._jvm.org.apache.spark.sql.connect.service, "SparkConnectService$"), "MODULE$")
-    server.start(spark._jsc.sc())
+        spark_session._jsc.sc().conf().set(f"spark.connect.grpc.binding.{name}", value)
+    server = getattr(
+        getattr(spark_session._jvm.org.apache.spark.sql.connect.service, "SparkConnectService$"), "MODULE$"
+    )
+    server.start(spark_session._jsc.sc())
     yield f"sc://127.0.0.1:{server.localPort()}"
-    nothing = spark._jvm.scala.Option.empty()
+    nothing = spark_session._jvm.scala.Option.empty()
     server.stop(nothing, nothing)

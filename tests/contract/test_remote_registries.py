@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
+import pxrs
 from pxrs.errors import Conflict, LeaseExpired, MissingDependency
 from pxrs.registry import ABSENT, Registry
 from pxrs.testing.registry_contract import Backend, RegistryContract, Store, quieten
@@ -86,6 +87,17 @@ def zookeeper() -> Iterator[ZooKeeperServer]:
         pytest.skip(str(missing))
     with server:
         yield server
+
+
+def test_a_server_process_that_has_ended_is_told_of_once(hubs: ServedHubs, tmp_path: Path) -> None:
+    """The test that ends it fails, and those that follow have another one."""
+    hubs._process.kill()
+    hubs._process.wait(10)
+    with pytest.raises(EOFError, match="has ended"):
+        hubs.forget_all()
+    with pxrs.open(hubs.serve(tmp_path)) as hub:
+        assert hub.topics() == []
+    hubs.forget_all()
 
 
 class RemoteRegistryContract(RegistryContract):

@@ -34,6 +34,7 @@ from pxrs.testing.servers import (
     certificates,
     installed_postgres,
     postgres,
+    started_servers,
 )
 from pxrs.testing.servers import process as process_module
 
@@ -175,11 +176,27 @@ def test_a_paused_server_can_be_stopped_killed_and_started(kind: Kind, server: S
     assert kind.get(server) == b"after all that"
 
 
+def test_why_a_server_does_not_serve_is_told_and_mended(kind: Kind, server: Server) -> None:
+    """As `tests/conftest.py` does it after each test, for servers that tests share."""
+    assert server in started_servers()
+    assert server.fault() is None
+    server.pause()
+    assert "is paused" in (server.fault() or "")
+    server.restore()
+    assert server.fault() is None
+    server.kill()
+    assert f"has ended with code -9:\n{server.log_tail()}" in (server.fault() or "")
+    server.restore()
+    assert server.fault() is None
+    kind.put(server, b"after all that")
+
+
 def test_close_leaves_no_process_and_no_folder() -> None:
     with skipped_if_missing(), EtcdServer() as server:
         folder, process = server.directory, psutil.Process(server.pid)
     assert is_gone(process)
     assert not folder.exists()
+    assert server not in started_servers()
     server.close()
 
 

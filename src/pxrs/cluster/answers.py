@@ -110,8 +110,10 @@ def open_channel(address: str, settings: LinkSettings) -> grpc.Channel:
         ("grpc.use_local_subchannel_pool", 1),
         # Reconnect soon to a node that was restarted.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        # In spite of its name, how long one attempt to connect may take until the node has sent its HTTP/2 settings. A
+        # node that was just resumed, is busy or far away needs as long for that as for any other answer.
+        ("grpc.min_reconnect_backoff_ms", int(settings.timeout_s * 1_000)),
         ("grpc.max_send_message_length", wire.MESSAGE_BYTES_MAX),
         ("grpc.max_receive_message_length", wire.MESSAGE_BYTES_MAX),
         ("grpc.enable_http_proxy", 0),

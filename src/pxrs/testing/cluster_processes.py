@@ -18,9 +18,12 @@ from contextlib import ExitStack, suppress
 from typing import Final, NamedTuple, Self
 
 import pxrs
+from pxrs.cluster import records
+from pxrs.cluster.records import AliveNode, BrokerRecord
 from pxrs.errors import PxrsError
+from pxrs.registry.contract import Registry
 from pxrs.testing.proxy import Proxy
-from pxrs.testing.servers import BrokerServer, StorageServer
+from pxrs.testing.servers import BrokerServer, ServerFailed, StorageServer
 from pxrs.testing.servers.command import CommandServer
 
 READY_S: Final = 60.0
@@ -98,7 +101,7 @@ class ClusterProcesses(ExitStack):
             time.sleep(0.1)
 
     def add_node(self) -> Node:
-        """Start another storage node; returns before it is ready."""
+        """Start another storage node. Returns before it is ready: call `wait_until_whole` later."""
         process = StorageServer(self.registry, flags=self._node_flags, forked=True)
         proxy = self.enter_context(Proxy(process.host, process.port))
         process.advertised = f"{proxy.host}:{proxy.port}"
@@ -121,6 +124,43 @@ class ClusterProcesses(ExitStack):
         self.enter_context(_Closing(process))
         process.start(wait=False)
         self.brokers.append(BrokerMember(process, proxy, proxies))
+
+    def wait_until_whole(self, registry: Registry, timeout_s: float = READY_S) -> None:
+        """Return once every process serves, every proxy passes everything, and `registry` has every broker and every
+        present start of a storage node as alive. Raises ServerFailed with the log of what has ended or is not so within
+        `timeout_s`. A process that was started with `wait=False` is found here if it has ended since."""
+        until = time.monotonic() + timeout_s
+        for name, process in self._named():
+            if (fault := process.fault(max(until - time.monotonic(), 1.0))) is not None:
+                raise ServerFailed(f"{name}: {fault}")
+        faults = [f"{name}: its proxy is in the mode {proxy.fault!r}" for name, proxy in self._proxies() if proxy.fault]
+        if faults:
+            raise ServerFailed("; ".join(faults))
+        while missing := self._unregistered(registry):
+            if time.monotonic() > until:
+                raise ServerFailed(f"not registered within {timeout_s} s: {', '.join(missing)}\n{self.logs()}")
+            time.sleep(0.05)
+
+    def _unregistered(self, registry: Registry) -> list[str]:
+        """The names of the processes that the registry does not have as alive."""
+        brokers = {BrokerRecord.parse(entry.key, entry.value).address for entry in registry.scan(records.BROKERS)}
+        missing = [
+            f"broker{number}" for number, each in enumerate(self.brokers) if each.process.advertised not in brokers
+        ]
+        for number, node in enumerate(self.nodes):
+            key = records.alive_key(node.process.node)
+            entry = registry.get(key)
+            if entry is None or AliveNode.parse(key, entry.value).starts != node.process.starts:
+                missing.append(f"node{number}")
+        return missing
+
+    def _proxies(self) -> list[tuple[str, Proxy]]:
+        brokers = [
+            (f"broker{number}", proxy)
+            for number, each in enumerate(self.brokers)
+            for proxy in (each.proxy, *each.registry)
+        ]
+        return [*brokers, *((f"node{number}", each.proxy) for number, each in enumerate(self.nodes))]
 
     def logs(self) -> str:
         """The ends of the logs of all processes."""

@@ -66,6 +66,12 @@ class Proxy:
 
     # Faults
 
+    @property
+    def fault(self) -> str | None:
+        """The fault that lasts until `restore`; None if everything passes."""
+        mode = self._relay.mode
+        return None if mode is Mode.PASS else mode.value
+
     def cut(self) -> None:
         """Reset every connection and refuse new ones until `restore`. What was held back is lost."""
         self._call(lambda: self._relay.enter(Mode.CUT))

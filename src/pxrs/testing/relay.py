@@ -120,6 +120,10 @@ class Relay:
         self.request_was_seen = threading.Event()
         """Set when bytes of a client were passed or held back since the mode was set."""
 
+    @property
+    def mode(self) -> Mode:
+        return self._mode
+
     def enter(self, mode: Mode, close_after_s: float | None = None) -> None:
         """Change the mode. close_after_s: see `Proxy.drop_replies`."""
         self._mode, self._close_after_s = mode, close_after_s

@@ -47,9 +47,14 @@ class ServedHubs:
         return f"pxrs://{HOST}:{port}"
 
     def forget_all(self) -> None:
-        """Stop all servers, and close their hubs."""
-        self._call({"end": True})
+        """Stop all servers, and close their hubs. If the process has ended, start another one, and raise EOFError."""
         self._served.clear()
+        try:
+            self._call({"end": True})
+        except EOFError:
+            self._end()
+            self._start()
+            raise
 
     def kill_and_start(self) -> None:
         """Kill the process (SIGKILL), and serve the same hubs at the same addresses by another one."""
@@ -86,8 +91,11 @@ class ServedHubs:
             self._requests.close()
 
     def _call(self, request: dict[str, Any]) -> None:
-        self._requests.write((json.dumps(request) + "\n").encode())
-        self._requests.flush()
+        try:
+            self._requests.write((json.dumps(request) + "\n").encode())
+            self._requests.flush()
+        except BrokenPipeError as error:
+            raise EOFError("the process that serves the hubs has ended") from error
         if not self._replies.readline():
             raise EOFError("the process that serves the hubs has ended")
 

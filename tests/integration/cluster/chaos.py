@@ -18,25 +18,29 @@ from pathlib import Path
 import pxrs
 from pxrs.cluster import records
 from pxrs.cluster.ledgers import LedgerRecord
-from pxrs.cluster.links import NodeLink
+from pxrs.cluster.links import LinkSettings, NodeLink
 from pxrs.cluster.records import NodeRecord
 from pxrs.hashing import hash_named
 from pxrs.registry.contract import Registry
 from pxrs.testing.accounting import Account, Worker, account, checkpoints, members, read_journals, redone_without_loss
 from pxrs.testing.cluster_processes import ClusterProcesses
-from pxrs.testing.servers import EtcdCluster
+from pxrs.testing.servers import EtcdCluster, ServerFailed
 from tests.acceptance.noted_producer import Acknowledged, NotedProducer
 from tests.integration.cluster.watching_reader import Watched, WatchingReader, watched
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
-PARTITIONS = 8
-PAUSE_S = 0.05
+PARTITIONS = 8 if IS_SOAK else 4
+PRODUCERS = 2 if IS_SOAK else 1
+"""Each is a process that sends on two threads."""
+PAUSE_S = 0.05 if IS_SOAK else 0.2
 """Of a producer between two appends: so that the group keeps up."""
+AWAY_S_MAX = 3.0 if IS_SOAK else 1.0
+"""Maximum time for which a broker is cut off from its clients, or silent."""
 MEMBER_TTL_S = 10.0
 PATIENCE_S = 60.0
-WRITTEN_BYTES = 400
+WRITTEN_BYTES = 400 if IS_SOAK else 200
 """How much each client writes into its journal between two events."""
-SEGMENT_BYTES = 1 << 16
+SEGMENT_BYTES = 1 << 16 if IS_SOAK else 1 << 14
 """A ledger of this size is followed by the next one: several times in a run."""
 
 Heal = Callable[[], object]
@@ -62,7 +66,7 @@ class ClusterChaos(ExitStack):
         url = self.cluster.url
         self.producers = [
             self.enter_context(NotedProducer(url, "t", f"producer{number}", self.folder, PAUSE_S))
-            for number in range(2)
+            for number in range(PRODUCERS)
         ]
         self.workers = [
             self.enter_context(Worker(url, "-", "t", "g", f"member{number}", self.folder, MEMBER_TTL_S))
@@ -103,11 +107,19 @@ class ClusterChaos(ExitStack):
         self.go_on(" and ".join(kinds))
         for heal in heals:
             heal()
+        self.check_processes()
+
+    def check_processes(self) -> None:
+        """Every process serves and is registered, also those that a fault has started without waiting for them."""
+        try:
+            self.cluster.wait_until_whole(self.registry, PATIENCE_S)
+        except ServerFailed as error:
+            raise AssertionError(self.tell(str(error))) from error
 
     def _broker_restarted(self) -> Heal:
         broker = self.random.choice(self.cluster.brokers).process
         broker.kill()
-        broker.start(wait=False)
+        broker.start(wait=False)  # `check_processes` waits
         return _nothing
 
     def _broker_killed(self) -> Heal:
@@ -125,14 +137,14 @@ class ClusterChaos(ExitStack):
         """Clients and other brokers do not reach it; it keeps its lease, and its partitions."""
         proxy = self.random.choice(self.cluster.brokers).proxy
         self.random.choice([proxy.cut, proxy.reset_connections, lambda: proxy.drop_replies(0.0)])()
-        time.sleep(self.random.uniform(0.1, 2.0))  # how long it is away
+        time.sleep(self.random.uniform(0.1, AWAY_S_MAX))  # how long it is away
         proxy.restore()
         return _nothing
 
     def _broker_silent(self) -> Heal:
         proxy = self.random.choice(self.cluster.brokers).proxy
         proxy.stall()
-        time.sleep(self.random.uniform(0.1, 3.0))
+        time.sleep(self.random.uniform(0.1, AWAY_S_MAX))
         if self.random.random() < 0.5:
             proxy.cut()  # what was held back is lost
         proxy.restore()
@@ -155,7 +167,7 @@ class ClusterChaos(ExitStack):
     def _node_restarted(self) -> Heal:
         node = self.random.choice(self.cluster.nodes).process
         node.kill()
-        node.start(wait=False)
+        node.start(wait=False)  # `check_processes` waits
         return _nothing
 
     def _node_killed(self) -> Heal:
@@ -230,7 +242,7 @@ class ClusterChaos(ExitStack):
             return checkpoints(self.registry, "g", self.topic.id)
 
         self.eventually(lambda: reached() == ends, lambda: f"{reached()} of {ends}")
-        codes = [worker.end() for worker in self.workers]
+        codes = [worker.end(PATIENCE_S) for worker in self.workers]
         assert codes == [0] * len(codes), self.tell(f"members ended with {codes}")
         for reader in self.readers:
             reader.process.send_signal(signal.SIGTERM)
@@ -283,10 +295,11 @@ class ClusterChaos(ExitStack):
         assert not ended, self.tell(f"ended: {ended}")
 
     def eventually(self, check: Callable[[], bool], tell: str | Callable[[], str]) -> None:
-        until = time.monotonic() + PATIENCE_S
+        began = time.monotonic()
         while not check():
-            assert time.monotonic() < until, self.tell(tell if isinstance(tell, str) else tell())
-            time.sleep(0.02)
+            waited_s = time.monotonic() - began
+            assert waited_s < PATIENCE_S, self.tell(tell if isinstance(tell, str) else tell())
+            time.sleep(min(0.02 + waited_s / 10, 0.2))  # some checks read all of the registry
 
     def tell(self, what: str) -> str:
         files = [each.errors for each in self._clients]
@@ -296,7 +309,7 @@ class ClusterChaos(ExitStack):
 
 def missing_copies(registry: Registry) -> list[str]:
     """The entries of which the nodes that the records name have fewer than `write_quorum` copies, by the nodes' own
-    indexes."""
+    indexes. Every node must be running: one that does not answer within `PATIENCE_S` raises NodeUnreachable."""
     addresses = {
         entry.key.removeprefix(records.NODES): NodeRecord.parse(entry.key, entry.value).address
         for entry in registry.scan(records.NODES)
@@ -305,7 +318,8 @@ def missing_copies(registry: Registry) -> list[str]:
     with ExitStack() as stack:
         links = {}
         for node, address in addresses.items():
-            links[node] = NodeLink(node, address)
+            # A node that was just resumed, on a busy machine, may take as long as anything else here.
+            links[node] = NodeLink(node, address, LinkSettings(timeout_s=PATIENCE_S))
             stack.callback(links[node].close)
         for entry in registry.scan(records.LEDGERS):
             record = LedgerRecord.parse(entry.key, entry.value)

@@ -66,7 +66,7 @@ def ledgers_of_orders(found: ClusterStatus) -> list[LedgerStatus]:
 def test_p6_the_copies_of_a_lost_node_are_made_anew_and_told(tmp_path: Path) -> None:
     with small_cluster(tmp_path, nodes=4, brokers=1, settings=QUICK) as cluster, pxrs.open(cluster.url) as hub:
         hub.create_topic("orders", partitions=1)
-        send(hub, 40)
+        send(hub, 12)
         first, second = sorted(filter(None, of_orders(status(cluster))))[:2]
         cluster.stop_node(number_of(cluster, first))
         assert any(shortage.why == AWAY for shortage in status(cluster).shortages)
@@ -75,22 +75,22 @@ def test_p6_the_copies_of_a_lost_node_are_made_anew_and_told(tmp_path: Path) -> 
         broker, (closed, _) = cluster.brokers[0].broker, ledgers_of_orders(status(cluster))
         for _, nodes in closed.fragments:
             for node in filter(None, nodes):
-                assert [entry for entry, _ in broker.links(node).index(closed.id).entries] == list(range(41))
+                assert [entry for entry, _ in broker.links(node).index(closed.id).entries] == list(range(13))
         cluster.stop_node(number_of(cluster, second))
-        expected = [b"%d" % number for number in range(40)]
+        expected = [b"%d" % number for number in range(12)]
         assert received(hub) == expected, "the copies are not where the records say"
-        send(hub, 1, 40)
+        send(hub, 1, 12)
 
         def told() -> list[dict[str, object]] | None:
             found = [dict(event.fields) for event in hub.events() if event.name == "ledger.repaired"]
             return [event for event in found if event["topic"] == "orders"]
 
         (event, *_) = eventually(told)
-        assert event["entries"] == 41  # with the state of the producers
+        assert event["entries"] == 13  # with the state of the producers
         assert (
             eventually(lambda: [each for each in hub.events() if each.name == "node.lost"])[0].fields["node"] == first
         )
-        assert cluster.brokers[0].repairs.counts.copied_entries >= 41
+        assert cluster.brokers[0].repairs.counts.copied_entries >= 13
 
 
 def test_p6_without_a_spare_it_is_degraded_until_a_node_comes(tmp_path: Path) -> None:

@@ -91,6 +91,18 @@ def test_p5_a_broker_that_stops_releases_its_partitions_to_the_others_at_once(
         assert [each.name for each in status(cluster).brokers] == ["broker-1", "broker-2"]
 
 
+def test_v8_that_the_last_broker_has_left_is_stored_before_it_releases_its_partitions(tmp_path: Path) -> None:
+    with small_cluster(tmp_path, brokers=1) as cluster:
+        with pxrs.open(cluster.url) as hub:
+            hub.create_topic("orders", partitions=1)
+            eventually(lambda: [each for each in hub.events() if each.name == "broker.joined"])  # `_events` is served
+        cluster.stop_broker(0)
+        cluster.start_broker()
+        with pxrs.open(f"pxrs://{cluster.addresses[1]}") as hub:
+            left = [each.fields["broker"] for each in hub.events() if each.name == "broker.left"]
+    assert left == ["broker-0"]
+
+
 def stored(node: StorageNode) -> set[str]:
     """The ids of the topics of which the node has anything."""
     return {ledger.partition("/")[0] for ledger, _ in node.ledgers()}

@@ -18,17 +18,21 @@ pytest.importorskip("grpc")
 
 import pxrs
 from pxrs.cluster import records
+from pxrs.cluster.ledgers import OPEN, LedgerRecord
 from pxrs.cluster.records import OwnerRecord
 from pxrs.registry.contract import Registry
 from pxrs.testing.cluster_processes import BrokerMember, ClusterProcesses
+from pxrs.testing.servers import ServerFailed
 from pxrs.testing.waiting import eventually
 from tests.integration.cluster.chaos import IS_SOAK
-from tests.integration.cluster.conftest import LEASE_S, NODE_TIMEOUT_S
+from tests.integration.cluster.conftest import LONG_LEASE_S, NODE_TIMEOUT_S
 
 SLACK_S = 1.0 if IS_SOAK else 10.0
 """What may pass beyond what the settings say."""
-PARTITIONS = 16
-"""Two brokers: at least eight for one of them."""
+PARTITIONS = 16 if IS_SOAK else 8
+"""Two brokers: at least half of them for one."""
+PATIENCE_S = 60.0
+"""How long anything may take on a busy machine."""
 
 
 class Sending(threading.Thread):
@@ -48,23 +52,25 @@ class Sending(threading.Thread):
                 while not self._is_ended.is_set():
                     for partition in self._partitions:
                         began = time.monotonic()
-                        producer.send(b"x", partition=partition).result(60.0)
+                        producer.send(b"x", partition=partition).result(PATIENCE_S)
                         self.slowest_s = max(self.slowest_s, time.monotonic() - began)
                         self.count += 1
+                        self._is_ended.wait(0.005)  # leaves the processors to what is measured
         except Exception as error:  # noqa: BLE001 - raised by `end`
             self.error = error
 
     def more(self, count: int) -> None:
         """Wait until so many more messages were stored."""
         wanted = self.count + count
-        eventually(lambda: self.count >= wanted or self.error is not None, 60.0)
+        eventually(lambda: self.count >= wanted or self.error is not None, PATIENCE_S)
         if self.error is not None:
             raise self.error
 
     def end(self) -> float:
         """The slowest message, in seconds. Raises what a message has failed with."""
         self._is_ended.set()
-        self.join(60.0)
+        self.join(2 * PATIENCE_S)  # a message may take PATIENCE_S, and the end of the producer as well
+        assert not self.is_alive(), "the producer does not end"
         if self.error is not None:
             raise self.error
         return self.slowest_s
@@ -78,9 +84,9 @@ def sending(hub: pxrs.Hub, topic: str, partitions: list[int]) -> Iterator[Sendin
         found.more(2 * len(partitions))
         found.slowest_s = 0.0
         yield found
+        found.end()
     finally:
         found._is_ended.set()
-        found.join(60.0)
 
 
 def owned_by(registry: Registry, topic_id: str, broker: BrokerMember) -> list[int]:
@@ -96,7 +102,7 @@ def readiness(broker: BrokerMember) -> dict[str, object]:
     """What the broker answers at /readyz."""
     text = (broker.process.directory / "log").read_text()
     (address,) = re.findall(r"metrics and health at http://(\S+?)/metrics", text)[-1:]
-    with urllib.request.urlopen(f"http://{address}/readyz", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}/readyz", timeout=PATIENCE_S) as answer:
         found = json.load(answer)
     assert isinstance(found, dict)
     return found
@@ -106,7 +112,22 @@ def all_serve(hub: pxrs.Hub, topic: str) -> None:
     """Wait until every partition has stored a message."""
     with hub.producer(topic) as producer:
         for receipt in [producer.send(b"x", partition=number) for number in range(PARTITIONS)]:
-            receipt.result(60.0)
+            receipt.result(PATIENCE_S)
+
+
+def test_a_process_that_has_ended_is_told_of_with_its_log(cluster: ClusterProcesses, registry: Registry) -> None:
+    """Otherwise the tests that follow would run with a node too few."""
+    node = cluster.nodes[3]
+    node.process.kill()
+    with pytest.raises(ServerFailed, match=r"(?s)node3: .* has ended with code -9:.*storage node"):
+        cluster.wait_until_whole(registry)
+    node.process.start(wait=False)
+    cluster.wait_until_whole(registry)
+    assert node.process.is_ready()
+    node.proxy.stall()
+    with pytest.raises(ServerFailed, match="node3: its proxy is in the mode 'stall'"):
+        cluster.wait_until_whole(registry)
+    node.proxy.restore()
 
 
 def test_the_partitions_of_a_killed_broker_serve_again_after_its_lease(
@@ -117,17 +138,17 @@ def test_the_partitions_of_a_killed_broker_serve_again_after_its_lease(
         all_serve(hub, topic.name)
         broker = max(cluster.brokers, key=lambda each: len(owned_by(registry, topic.id, each)))
         mine = owned_by(registry, topic.id, broker)
-        assert len(mine) >= 8
+        assert len(mine) >= PARTITIONS // 2
         with hub.producer(topic.name) as producer:
-            producer.send(b"x", partition=mine[0]).result(60.0)
+            producer.send(b"x", partition=mine[0]).result(PATIENCE_S)
             began = time.monotonic()
             broker.process.kill()
             for receipt in [producer.send(b"x", partition=number) for number in mine]:
-                receipt.result(60.0)
+                receipt.result(PATIENCE_S)
             took = time.monotonic() - began
         broker.process.start()
-        print(f"broker killed: its {len(mine)} partitions served after {took:.2f} s, with a lease of {LEASE_S} s")  # noqa: T201
-        assert took < LEASE_S + SLACK_S
+        print(f"broker killed: its {len(mine)} partitions served after {took:.2f} s, with a lease of {LONG_LEASE_S} s")  # noqa: T201
+        assert took < LONG_LEASE_S + SLACK_S
 
 
 def test_a_killed_storage_node_holds_up_no_producer_and_is_told_of_where_there_is_no_spare(
@@ -152,18 +173,26 @@ def test_a_killed_storage_node_holds_up_no_producer_and_is_told_of_where_there_i
         first.process.start()
         second.process.start()
         with sending(hub, topic.name, list(range(PARTITIONS))) as sender:
-            eventually(lambda: not any(readiness(broker)["degraded"] for broker in cluster.brokers), 30.0)
+            eventually(lambda: not any(readiness(broker)["degraded"] for broker in cluster.brokers), PATIENCE_S)
             sender.end()
 
 
-def test_a_storage_node_that_hangs_costs_producers_its_timeout_at_most(cluster: ClusterProcesses) -> None:
+def nodes_of(registry: Registry, topic_id: str) -> set[str | None]:
+    """The nodes that get the next entries of the topic's partitions."""
+    found = (LedgerRecord.parse(entry.key, entry.value) for entry in registry.scan(f"{records.LEDGERS}{topic_id}/"))
+    return {node for ledger in found if ledger.state == OPEN for node in ledger.fragments[-1].nodes}
+
+
+def test_a_storage_node_that_hangs_costs_producers_its_timeout_at_most(
+    cluster: ClusterProcesses, registry: Registry
+) -> None:
     with pxrs.open(cluster.url) as hub:
         topic = hub.create_topic("hung-node", partitions=PARTITIONS)
         all_serve(hub, topic.name)
         node = cluster.nodes[2].process
         with sending(hub, topic.name, list(range(PARTITIONS))) as sender:
             node.pause()
-            time.sleep(NODE_TIMEOUT_S + 0.5)  # until it is replaced
+            eventually(lambda: node.node not in nodes_of(registry, topic.id), PATIENCE_S, what=cluster.logs)
             sender.more(2 * PARTITIONS)
             took = sender.end()
         node.resume()

@@ -28,7 +28,7 @@ import pxrs
 from pxrs.errors import PxrsError
 from pxrs.testing.forked import Forked
 
-PAUSE_S = 0.05
+PAUSE_S = 0.05 if os.environ.get("PXRS_SOAK") else 0.15
 READ_BYTES = 1 << 16
 
 

@@ -185,10 +185,19 @@ def test_the_recovery_of_a_partition_that_is_given_up_ends_soon(found: Found, mo
     assert isinstance(eventually(lambda: ended, 10.0)[0], PartitionMoved)
 
 
+@pytest.fixture
+def returning(cluster: SmallCluster) -> Iterator[None]:
+    """After the test its nodes 1 and 2 are started again, for the tests that follow."""
+    yield
+    cluster.start_node(1)
+    cluster.start_node(2)
+
+
+@pytest.mark.usefixtures("returning")
 def test_c6_a_partition_is_served_after_its_confirmed_tail_was_abandoned(
     cluster: SmallCluster, found: Found, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two of three nodes have the last two messages, and never return. The last test of the module's cluster."""
+    """Two of three nodes have the last two messages, and return only after the test."""
     found.send(b"a", b"b", b"c")
     partition, broker = found.partition, found.broker.broker
     left = cluster.nodes[0].node.id
@@ -202,7 +211,7 @@ def test_c6_a_partition_is_served_after_its_confirmed_tail_was_abandoned(
     lost = [cluster.nodes[1].node.id, cluster.nodes[2].node.id]
     cluster.stop_node(1)
     cluster.stop_node(2)
-    cluster.start_node(3)
+    cluster.start_node(3)  # it stays
     partition.get_stuck("a test")
     deciding.abandon(broker.registry, lost, who="ann")
     eventually(lambda: partition.why_not is None, what=lambda: partition.why_not)

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from pxrs.log.batch import SCHEMA, encode, header_bytes, padding, read_header
 from pxrs.registry.contract import Registry
 from pxrs.server.auth import tokens
 from pxrs.server.budget import Budget
+from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers.process import wait_until
+from pxrs.testing.waiting import aside
 from tests.unit.cluster.stored import ANSWER_S_MAX, LEDGER, body_of, entry, head_of
 
 Answers = queue.SimpleQueue[tuple[int, Exception | None]]
@@ -206,6 +208,22 @@ def test_a_node_that_does_not_answer_costs_the_timeout(
         assert all(isinstance(each, NodeUnreachable) and "no answer for" in str(each) for each in answers)
         with pytest.raises(NodeUnreachable):
             link.fence(LEDGER, 1)
+
+
+def test_a_node_that_is_slow_to_answer_a_connection_has_the_timeout_for_it(registry: Registry, folder: Path) -> None:
+    """As one that was just resumed: the kernel accepts the connection, and the process answers later."""
+    with served(registry, folder) as server:
+        host, _, port = server.address.rpartition(":")
+        with Proxy(host, int(port)) as proxy:
+            proxy.stall()
+            link = NodeLink(server.node.id, f"{proxy.host}:{proxy.port}", LinkSettings(timeout_s=ANSWER_S_MAX))
+            with closing(link):
+                found = aside(link.hello)
+                proxy.wait_for_request(ANSWER_S_MAX)
+                with pytest.raises(TimeoutError):
+                    found.result(0.5)  # a link that gives up sooner raises NodeUnreachable
+                proxy.restore()
+                assert found.result(ANSWER_S_MAX).node == server.node.id
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from pxrs.remote.client.settings import Settings
 
 CREW_MAX: Final = 64
 """Maximum number of threads in `Broker.crew`."""
+FLUSH_S: Final = 1.0
+"""How long a broker that leaves waits at most until its events are stored, before it releases its partitions."""
 
 
 class RunningBroker:
@@ -95,6 +97,9 @@ class RunningBroker:
         self.repairs.close()
         count = len(self.ownership.partitions())
         self.broker.news.record("broker.left", **self._membership.named(), partitions=count)
+        # While this broker still serves: if it is the last one, nobody can store events once its partitions are
+        # released.
+        self.hub.parts.events.flush(FLUSH_S)
         self.ownership.close()
         self._membership.close()
 

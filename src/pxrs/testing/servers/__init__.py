@@ -23,7 +23,7 @@ from pxrs.testing.servers.cluster import Cluster, QuorumServer
 from pxrs.testing.servers.etcd import EtcdCluster, EtcdServer
 from pxrs.testing.servers.hub import HubServer
 from pxrs.testing.servers.postgres import PostgresServer, installed_postgres
-from pxrs.testing.servers.process import Server, ServerFailed
+from pxrs.testing.servers.process import Server, ServerFailed, started_servers
 from pxrs.testing.servers.storage import StorageServer
 from pxrs.testing.servers.zookeeper import ZooKeeperCluster, ZooKeeperServer
 
@@ -44,4 +44,5 @@ __all__ = [
     "certificates",
     "free_ports",
     "installed_postgres",
+    "started_servers",
 ]

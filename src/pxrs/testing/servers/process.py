@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Final, Self
 
 from pxrs.errors import MissingDependency, PxrsError
 from pxrs.launching import HOST, free_ports, launch
@@ -70,6 +70,14 @@ def temporary_folder() -> Path:
 def remove_folder(folder: Path, process_id: int) -> None:
     if os.getpid() == process_id:  # a fork that exits must not take its parent's data away
         shutil.rmtree(folder, ignore_errors=True)
+
+
+_STARTED: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
+
+
+def started_servers() -> list[Server]:
+    """The servers that this process has started and not closed."""
+    return list(_STARTED)
 
 
 # Over the limit: whatever a test does to a server process, and what each kind of server says about itself.
@@ -131,6 +139,7 @@ class Server(abc.ABC):
         try:
             if self._folder is None:
                 self._make_folder()
+            _STARTED.add(self)
             command, log = self._command(self.directory), self.directory / "log"
             self._process = self._launch(command, log)
             if wait:
@@ -145,7 +154,23 @@ class Server(abc.ABC):
         if not wait_until(lambda: not self.is_running or self.is_ready(), timeout_s):
             raise ServerFailed(f"{self!r} did not serve within {timeout_s} s:\n{self.log_tail()}")
         if not self.is_running:
-            raise ServerFailed(f"{self!r} ended while it started:\n{self.log_tail()}")
+            raise ServerFailed(f"{self!r} has ended{self._how()}:\n{self.log_tail()}")
+
+    def fault(self, timeout_s: float = START_S_MAX) -> str | None:
+        """Why the server does not serve: it is paused, has ended, or does not answer within `timeout_s`; with the end
+        of its log. None if it serves."""
+        if self._is_paused:
+            return f"{self!r} is paused"
+        try:
+            self.wait_until_ready(timeout_s)
+        except ServerFailed as error:
+            return str(error)
+        return None
+
+    def restore(self) -> None:
+        """Have the server serve again, on the same data, if it is paused or has ended."""
+        self.resume()
+        self.start()
 
     def stop(self) -> None:
         """Stop the server in its orderly way, or kill it if that takes too long. The data stay."""
@@ -193,6 +218,7 @@ class Server(abc.ABC):
         finally:
             self._remove()
             self._folder = None
+            _STARTED.discard(self)
 
     def log_tail(self) -> str:
         """Return the end of what the server wrote."""
@@ -217,6 +243,11 @@ class Server(abc.ABC):
     def _launch(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes] | Forked:
         """Run `command` with its output appended to `log`."""
         return launch(command, log, self._death_signal, self._user(), self._environment())
+
+    def _how(self) -> str:
+        """The exit code of the process that has ended, for a message."""
+        code = None if self._process is None else self._process.poll()
+        return "" if code is None else f" with code {code}"
 
     def _make_folder(self) -> None:
         folder = temporary_folder()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pxrs.testing.servers.certificates import Certificates
 from pxrs.testing.servers.command import CommandServer
@@ -40,7 +41,16 @@ class StorageServer(CommandServer):
     @property
     def node(self) -> str:
         """The id of the node, as its directory has it now."""
-        return str(json.loads((self.data / "node.json").read_bytes())["node"])
+        return str(self._cookie()["node"])
+
+    @property
+    def starts(self) -> int:
+        """How often the node was started on this disk."""
+        return int(self._cookie()["starts"])
+
+    def _cookie(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.data / "node.json").read_bytes())
+        return found
 
     def _command(self, folder: Path) -> list[str]:
         data = folder / "data" if self._data is None else self._data
