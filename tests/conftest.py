@@ -134,6 +134,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Have the interpreter free what was frozen, here or by `test_dropped_without_close.py`, when it ends. DuckDB
+    prints each of its objects that is left then as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where Spark's processes work: what relative paths in a program that they run mean."""
