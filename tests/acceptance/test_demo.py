@@ -17,18 +17,18 @@ from pxrs.cli.app import main
 from pxrs.cli.demo import show, story
 from pxrs.cli.demo.account import Line
 from pxrs.cli.demo.samples import Sample
+from tests import sessions
 
 PATIENCE_S = story.RUN_S_MAX + 60
 """More than the demo gives itself."""
 
 
 def demo(folder: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """before: Python that changes something first. Nobody watches: it looks and draws less often than for people. Its
-    processes end with it, because their standard input does."""
+    """before: Python that changes something first. Nobody watches: it looks and draws less often than for people."""
     code = f"import sys; {before}\nfrom pxrs.cli.demo import story; story.LOOK_S = story.DRAW_S = 0.2"
     code += "\nfrom pxrs.cli.app import main; main()"
     command = [sys.executable, "-c", code, "demo", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    return sessions.run(command, PATIENCE_S, cwd=folder)
 
 
 def table(text: str) -> dict[str, tuple[str, str]]:
