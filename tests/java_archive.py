@@ -73,10 +73,17 @@ def _archive(java: Path, place: Path) -> None:
         "JAVA_TOOL_OPTIONS": f"{options} {QUIET}",
         "SPARK_SUBMIT_OPTS": f"-XX:ArchiveClassesAtExit={place}",  # read by the process with the session alone
     }
+    from tests import sessions
+
     run = [sys.executable, "-m", "tests.java_archive", "train"]
-    subprocess.run(
-        run, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=TRAINING_S_MAX
+    training = subprocess.Popen(
+        run, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
+    try:
+        if code := training.wait(TRAINING_S_MAX):
+            raise subprocess.CalledProcessError(code, run)
+    finally:
+        sessions.end(training.pid)  # also its Java
     place.stat()  # Java may have ended without it
 
 

@@ -4,8 +4,8 @@
 
 The address of the registry is in the environment variable CHAOS_REGISTRY, if it is not in the hub's directory: an
 address may have a password, and other users see the arguments of a process. CHAOS_EVENTS names a folder for Spark's
-event log, if there is to be one. The driver ends in good order when its standard input does, so it is not left behind
-by a test that died.
+event log, if there is to be one. CHAOS_CORES_MAX limits the cores of its executors. The driver ends in good order when
+its standard input does, so it is not left behind by a test that died.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ def run(master: str, url: str, folder: str, rows_max: str, lease_ttl: str) -> No
         "spark.executor.cores": "1",
         "spark.executor.extraJavaOptions": java,
         "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     }
     if "CHAOS_EVENTS" in os.environ:
         config |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": os.environ["CHAOS_EVENTS"]}
+    if "CHAOS_CORES_MAX" in os.environ:
+        config["spark.cores.max"] = os.environ["CHAOS_CORES_MAX"]
     spark = session("chaos", master, config)
     hub = {"url": url, **({"registry": os.environ["CHAOS_REGISTRY"]} if "CHAOS_REGISTRY" in os.environ else {})}
     options = {**hub, "topic": "in", "group": "g", "maxRowsPerTrigger": rows_max, "leaseTtl": lease_ttl}

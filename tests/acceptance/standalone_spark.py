@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -15,6 +16,9 @@ import psutil
 from pxrs.spark.java import java_home
 from pxrs.testing.servers import Server, free_ports
 from pxrs.testing.servers.process import PROBE_S_MAX
+
+START_S_MAX = 120.0
+"""A Java takes long to start on a busy machine."""
 
 
 class _Daemon(Server):
@@ -34,6 +38,9 @@ class _Daemon(Server):
         places = ["--host", self.host, "--port", str(self.port), "--webui-port", str(self.web_port)]
         return [str(self._home / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *places, *arguments]
 
+    def wait_until_ready(self, timeout_s: float = START_S_MAX) -> None:
+        super().wait_until_ready(timeout_s)
+
     def _environment(self) -> Mapping[str, str]:
         return {**self._variables, "JAVA_HOME": str(java_home()), "SPARK_DAEMON_MEMORY": "256m"}
 
@@ -45,11 +52,18 @@ class SparkMaster(_Daemon):
     def is_ready(self) -> bool:
         return self.state() is not None
 
-    def state(self) -> dict[str, list[dict[str, object]]] | None:
+    @property
+    def address(self) -> str:
+        """Where it listens: Spark takes another port if somebody else has taken the one that it was given."""
+        state = self.state()
+        assert state is not None, self.log_tail()
+        return str(state["url"])
+
+    def state(self) -> dict[str, Any] | None:
         """What the master tells of its workers and applications; None if it does not answer."""
         try:
             with urlopen(f"http://{self.host}:{self.web_port}/json/", timeout=PROBE_S_MAX) as answer:
-                found: dict[str, list[dict[str, object]]] = json.load(answer)
+                found: dict[str, Any] = json.load(answer)
                 return found
         except (URLError, OSError, ValueError):
             return None
@@ -64,13 +78,11 @@ class SparkWorker(_Daemon):
 
     def _command(self, folder: Path) -> list[str]:
         resources = ["--cores", "2", "--memory", "2g", "--work-dir", str(folder / "work")]
-        return self._run("worker.Worker", *resources, self._master.url)
+        return self._run("worker.Worker", *resources, self._master.address)
 
     def is_ready(self) -> bool:
         state = self._master.state()
-        return state is not None and any(
-            worker["port"] == self.port and worker["state"] == "ALIVE" for worker in state["workers"]
-        )
+        return state is not None and any(worker["state"] == "ALIVE" for worker in state["workers"])
 
     def executors(self) -> list[psutil.Process]:
         """Its executors and their Python processes that live. The script that starts the worker may leave a dead

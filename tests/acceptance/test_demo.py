@@ -1,31 +1,34 @@
-"""`pxrs demo` as people run it: with Spark and all, alone, on another registry, without what it could have."""
+"""`pxrs demo` as people run it: with Spark and all; on another registry, without what it could have; cut short."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from pxrs import registry
+from pxrs.cli.app import main
+from pxrs.cli.demo import show, story
+from pxrs.cli.demo.account import Line
+from pxrs.cli.demo.samples import Sample
+from tests import sessions
 
-PATIENCE_S = 480
-"""More than the demo gives itself, also with `PATIENT`."""
-PATIENT = "from pxrs.cli.demo import story; story.STORY_S, story.SPARK_START_S = 420, 300"
-"""Spark may take minutes to start while other tests have the processors."""
-ALONE = ("--no-spark", "--messages", "150")
+PATIENCE_S = story.RUN_S_MAX + 60
+"""More than the demo gives itself."""
 
 
 def demo(folder: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """before: Python that spoils something first. Nobody watches: it looks and draws less often than for people."""
-    code = f"import sys; {before}\nfrom pxrs.cli.demo import story; story.LOOK_S = 0.1"
+    """before: Python that changes something first. Nobody watches: it looks and draws less often than for people."""
+    code = f"import sys; {before}\nfrom pxrs.cli.demo import story; story.LOOK_S = story.DRAW_S = 0.2"
     code += "\nfrom pxrs.cli.app import main; main()"
     command = [sys.executable, "-c", code, "demo", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
-def without(module: str) -> str:
-    return f"sys.modules[{module!r}] = None"
+    return sessions.run(command, PATIENCE_S, cwd=folder)
 
 
 def table(text: str) -> dict[str, tuple[str, str]]:
@@ -41,13 +44,15 @@ def in_order(story: list[str], text: str) -> None:
 
 
 def test_x19_s4_the_whole_story_with_spark_is_exact_and_leaves_a_picture(tmp_path: Path) -> None:
-    result = demo(tmp_path, "--messages", "200", "--chart", "run.png", before=PATIENT)
+    result = demo(tmp_path, "--messages", "200", "--chart", "run.png")
     assert result.returncode == 0, result.stdout + result.stderr
     in_order(
         [
             "3 workers and Spark, 8 partitions",
             "133 messages are being sent, 60 in a second; 8 of them are bad orders",
             "anna was killed; the others own her partitions after",
+            "waiting for Spark to start and read the first messages: ",
+            " s of CPU time used",
             "Spark runs too, and has read ",
             "66 more messages are being sent",
             "ben was stopped with a message in hand",
@@ -62,6 +67,7 @@ def test_x19_s4_the_whole_story_with_spark_is_exact_and_leaves_a_picture(tmp_pat
     assert all(expected == there for expected, there in found.values()), result.stdout
     sent = int(found["messages handled"][0].replace(",", ""))
     assert sent >= 200, "and some more while Spark starts"
+    assert sent <= 200 + story.SLOW_MAX + 10 * story.MORE, "however long that takes"
     for what in ("lost", "order violations", "duplicates beyond the last checkpoint", "workers: lag"):
         assert found[what] == ("0", "0")
     assert found["late commit of the zombie"] == ("refused", "refused")
@@ -75,64 +81,115 @@ def test_x19_s4_the_whole_story_with_spark_is_exact_and_leaves_a_picture(tmp_pat
     assert result.stderr == ""
 
 
-def test_x19_the_demo_without_spark_and_matplotlib_tells_its_story(tmp_path: Path) -> None:
-    result = demo(tmp_path, *ALONE, before=without("matplotlib"))
+LATE_KILL = """
+sys.modules["pyspark"] = sys.modules["matplotlib"] = None
+from pxrs.cli.demo import story
+at_once = story.Demo._kill
+def kill(self):
+    self._until(lambda: self._sender.is_done and self._is_done(), "handle all")
+    at_once(self)
+story.Demo._kill = kill
+"""
+"""There is neither Spark nor matplotlib, and anna is killed when all messages are handled."""
+
+
+def test_x19_a_step_that_comes_when_all_is_done_sends_more_and_nothing_is_left_in_somebodys_registry(
+    tmp_path: Path,
+) -> None:
+    """On a busy machine the workers may have handled everything before one of them is to be killed at work. There is
+    no zombie on SQLite."""
+    url = f"sqlite:///{tmp_path}/registry.db"
+    result = demo(tmp_path, "--registry", url, "--messages", "150", before=LATE_KILL)
     assert result.returncode == 0, result.stdout + result.stderr
     in_order(
         [
+            "without Spark: pyspark is missing: pip install 'pxrs[spark]'",
             "100 messages are being sent",
             "anna was killed; the others own her partitions after",
-            "all 100 messages are done",
+            " messages are done",
             "49 more messages are being sent",
-            "ben was stopped with a message in hand",
-            "tried to commit: refused (group demo",
-            "all 150 messages are done",
+            "no zombie here",
+            "the account is exact",
             "no chart: the chart needs matplotlib: pip install 'pxrs[demo]'",
         ],
         result.stdout,
     )
     found = table(result.stdout)
-    assert found["messages handled"] == ("150", "150")
+    assert int(found["messages handled"][1]) >= 150 + story.MORE
     assert not any(what.startswith("Spark") for what in found)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_demo_leaves_nothing_in_somebodys_registry_and_stops_nobody_on_sqlite(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/registry.db"
-    result = demo(tmp_path, "--registry", url, "--messages", "150", before=without("pyspark"))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "without Spark: pyspark is missing: pip install 'pxrs[spark]'" in result.stdout
-    assert "no zombie here" in result.stdout
-    assert table(result.stdout)["messages handled"] == ("150", "150")
-    assert (tmp_path / "pxrs-demo.png").exists()
     with registry.open(url) as handle:
         left = [entry.key for entry in handle.scan("")]
     assert left == ["spark/registry"], "the registry's own id, which other hubs may have recorded by now"
+    assert {path.stem for path in tmp_path.iterdir()} == {"registry"}
 
 
-def test_the_demo_refuses_a_registry_that_processes_cannot_share(tmp_path: Path) -> None:
-    result = demo(tmp_path, "--registry", "memory:")
-    assert result.returncode == 2
-    assert "exists in one process only" in result.stderr
+def test_the_demo_refuses_a_registry_that_processes_cannot_share(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pxrs", "demo", "--registry", "memory:"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "exists in one process only" in capsys.readouterr().err
 
 
-def test_x19_an_account_that_is_not_exact_is_shown_and_is_an_error(tmp_path: Path) -> None:
-    forget_one = """
-from pxrs.cli.demo import story
-exact = story.account
-def account(sent, told):
-    missed = max(line for line in told if line.startswith("handled"))
-    return exact(sent, [line for line in told if line != missed])
-story.account = account
-"""
-    result = demo(tmp_path, *ALONE, before=forget_one)
-    assert result.returncode == 1
-    assert table(result.stdout)["lost"] == ("0", "1"), result.stdout
-    assert "the account is not exact" in result.stdout
+def test_x19_an_account_that_is_not_exact_is_shown_and_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tests/unit/test_demo.py` has what the account finds."""
+
+    class Ended:
+        """In place of a run."""
+
+        samples = (Sample(0.0, 0, 0, None, ("anna",)), Sample(1.0, 9, 9, None, ("anna",)))
+        marks = spans = ()
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self) -> story.Ending:
+            return story.Ending([Line("lost", "0", "1")], 0, 9, {}, True)
+
+    monkeypatch.setattr(show, "Demo", Ended)
+    assert show.show(None, False, 150, tmp_path / "nowhere" / "run.png") == 1
+    out = capsys.readouterr().out
+    assert table(out)["lost"] == ("0", "1"), out
+    assert "the account is not exact" in out
 
 
-def test_a_demo_that_takes_too_long_says_what_it_waited_for(tmp_path: Path) -> None:
-    result = demo(tmp_path, *ALONE, before="from pxrs.cli.demo import story; story.STORY_S = 0.01")
-    assert result.returncode == 1
-    assert "the workers did not share the partitions in time. Is the machine very busy?" in result.stdout
-    assert "account" not in result.stdout
+def kill_anna(demo: story.Demo, _: int) -> None:
+    os.kill(demo._workers[0].process.pid, signal.SIGKILL)
+
+
+LAST_WORDS = "import sys; sys.exit('\\n'.join(f'line {n}' for n in range(9)))"
+
+
+@pytest.mark.parametrize(
+    ("patches", "says"),
+    [
+        (
+            {"story.RUN_S_MAX": story.END_S_MAX},
+            "the workers did not share the partitions in 0 s: the time of the demo, 0.5 minutes, is over. Is",
+        ),
+        ({"story.STALLED_S_MAX": -1.0}, " s: nothing has changed for -1 s. Is the machine very busy?"),
+        ({"story.Demo._send": kill_anna}, "anna was killed by signal 9: it said nothing"),
+        (
+            {"spark._CODE": LAST_WORDS, "story.SPARK_STARTS_MAX": 1},
+            "Spark ended with exit code 1; it said last:\n    line 4\n    line 5\n    line 6\n    line 7\n    line 8",
+        ),
+    ],
+    ids=["its time is over", "nothing changes", "a worker is killed", "Spark ends"],
+)
+def test_a_demo_that_cannot_go_on_says_so_at_once_and_why(
+    patches: dict[str, Any],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for place, value in ({"story.WORKERS": ("anna",)} | patches).items():
+        monkeypatch.setattr(f"pxrs.cli.demo.{place}", value)
+    assert show.show(None, "spark._CODE" in patches, 150, tmp_path / "run.png") == 1
+    out = capsys.readouterr().out
+    assert says in out, out
+    assert "account" not in out

@@ -1,28 +1,23 @@
-"""The examples run and find the results that they say, and the walk-through goes as it is printed."""
+"""The examples run and find the results that they say. `test_pipelines.py` has the walk-through."""
 
 from __future__ import annotations
 
 import contextlib
-import doctest
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import sessions
+
 ROOT = Path(__file__).parents[2]
 AS_A_PROCESS = ROOT / "examples" / "work_queue.py"
 """It needs no Spark, and begins and ends in the same way as all of them."""
 EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {AS_A_PROCESS})
-WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
-MARK = "-- end of a command --"
 PATIENCE_S = 240.0
-SHORT_LIVED = {"JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1"}
-"""These processes live for less than a minute: compiled no further than it is worth."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
@@ -62,32 +57,6 @@ def test_an_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
     assert found is not None
     assert ROOT / found[1] == AS_A_PROCESS
     command = [sys.executable, found[1], str(tmp_path)]
-    run = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **SHORT_LIVED}, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    run = sessions.run(command, PATIENCE_S, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("298 orders are charged, each once, though a worker died; 2 were given up:\n")
-
-
-def test_the_walkthrough_goes_as_it_is_printed(tmp_path: Path) -> None:
-    text = WALKTHROUGH.read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "shop.py").write_text(code)
-    steps: list[tuple[str, str]] = []
-    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, printed = step.partition("\n")
-            if not command.startswith("pip "):
-                steps.append((command, printed))
-    script = "\n".join(["set -e", *(f"{command}\necho '{MARK}'" for command, _ in steps)])
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **SHORT_LIVED, "PATH": path, "COLUMNS": "200"}
-    run = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert run.returncode == 0, (run.stdout, run.stderr)
-    assert run.stderr == "", "nor does the Java that it starts say anything there"
-    told = run.stdout.split(f"{MARK}\n")[:-1]
-    like = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    for (command, printed), found in zip(steps, told, strict=True):
-        assert doctest.OutputChecker().check_output(printed, found.lstrip(), like), (command, printed, found)

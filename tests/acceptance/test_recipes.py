@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 import pxrs
+from tests import sessions
 
 PATIENCE_S = 240.0
 DOCUMENT = Path(__file__).parents[2] / "docs" / "spark-recipes.md"
@@ -49,7 +49,7 @@ def remote(connect_url: str) -> dict[str, str]:
 
 
 def run(command: list[str], environment: dict[str, str], folder: Path) -> str:
-    ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    ran = sessions.run(command, PATIENCE_S, env=environment, cwd=folder)
     assert ran.returncode == 0, (ran.stdout, ran.stderr)
     return ran.stdout + ran.stderr
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import pxrs
+from tests import sessions
 
 SCRIPT = Path(__file__).with_name("connect_updates.py")
 TIMEOUT_S = 300
@@ -28,11 +28,11 @@ def test_k1_changed_rows_are_sent_once_over_spark_connect(tmp_path: Path) -> Non
                 for number in range(15):
                     out.send(str(number), key=f"key-{number % 5}")
             command = [sys.executable, str(SCRIPT), hub.url, str(folder)]
-            subprocess.run(command, check=True, timeout=TIMEOUT_S, cwd=tmp_path)
+            assert sessions.run(command, TIMEOUT_S, cwd=tmp_path).returncode == 0
             found = [int(message.value or b"") for message in hub.topic("counts").messages(0)]
             assert found == [3] * 5 + [6] * 5 * batch
             assert hub.group("counter").describe().lag == 0
         for name in ("1", ".1.crc"):  # as if the driver had died before Spark recorded the last batch
             (folder / "commits" / name).unlink()
-        subprocess.run(command, check=True, timeout=TIMEOUT_S, cwd=tmp_path)
+        assert sessions.run(command, TIMEOUT_S, cwd=tmp_path).returncode == 0
         assert hub.topic("counts").end(0) == 10

@@ -161,8 +161,6 @@ def probe() -> None:
             out.send(b"oops")
         spark = session("probe", "local[2]")
         spark.sparkContext.setLogLevel("OFF")
-        java = spark._jvm.java.lang.System
-        tell([java.getProperty(name) for name in ("java.specification.version", "java.home")])
         tell_of_rows(spark)
         tell_of_plans(spark)
         try:

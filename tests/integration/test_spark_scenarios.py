@@ -134,7 +134,7 @@ def streams(spark: Any, tmp_path: Path) -> Iterator[Streams]:
     spark.conf.set("spark.sql.shuffle.partitions", "1")
 
 
-def test_s2_windows_with_a_watermark_hold_every_row_once(streams: Streams) -> None:
+def windows_with_a_watermark_hold_every_row_once(streams: Streams) -> None:
     streams.send("in", range(HALF))
 
     def start(is_cut: bool) -> Any:
@@ -256,30 +256,7 @@ def foreach_batch_into_a_database_has_every_row_once(streams: Streams) -> None:
     assert streams.hub.group("of-in").describe().lag == 0
 
 
-SCENARIOS = {
-    each.__name__: each
-    for each in (
-        join_of_two_streams_has_every_pair_once_and_every_row_without_one,
-        of_repeated_rows_one_is_kept,
-        state_in_pandas_counts_every_row_once,
-        foreach_batch_into_a_database_has_every_row_once,
-    )
-}
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS if SOAK else ["any"])
-def test_s2_a_scenario_survives_a_failure(
-    scenario: str, streams: Streams, record_property: Callable[[str, object], None]
-) -> None:
-    """`make test` runs one of them, which the seed chooses, and test_recipes.py each kind without a failure."""
-    seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
-    if scenario == "any":
-        scenario = random.Random(seed).choice(list(SCENARIOS))
-    record_property("chosen", f"{scenario} by SEED={seed}")
-    SCENARIOS[scenario](streams)
-
-
-def test_s3_totals_that_change_are_sent_once_each(streams: Streams) -> None:
+def totals_that_change_are_sent_once_each(streams: Streams) -> None:
     """Output mode `update`, into a topic."""
 
     def start(is_cut: bool) -> Any:
@@ -300,6 +277,32 @@ def test_s3_totals_that_change_are_sent_once_each(streams: Streams) -> None:
     }
     assert not [key for key, each in found.items() if each != sorted(set(each))], "a change was sent again"
     assert min(map(len, found.values())) == 3
+
+
+SCENARIOS = {
+    each.__name__: each
+    for each in (
+        windows_with_a_watermark_hold_every_row_once,
+        join_of_two_streams_has_every_pair_once_and_every_row_without_one,
+        of_repeated_rows_one_is_kept,
+        state_in_pandas_counts_every_row_once,
+        foreach_batch_into_a_database_has_every_row_once,
+        totals_that_change_are_sent_once_each,
+    )
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS if SOAK else ["any"])
+def test_s2_s3_a_scenario_survives_a_failure(
+    scenario: str, streams: Streams, record_property: Callable[[str, object], None]
+) -> None:
+    """`make test` runs one of them, which the seed chooses. test_recipes.py and test_demo.py have each kind without a
+    failure, and test_spark_writes.py repeats a batch of totals."""
+    seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
+    if scenario == "any":
+        scenario = random.Random(seed).choice(list(SCENARIOS))
+    record_property("chosen", f"{scenario} by SEED={seed}")
+    SCENARIOS[scenario](streams)
 
 
 @pytest.fixture

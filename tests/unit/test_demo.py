@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pxrs.cli.demo import orders
 from pxrs.cli.demo.account import Account, Line, Made, account, are_right, spark_lines
 from pxrs.cli.demo.chart import draw
+from pxrs.cli.demo.child import cpu_s, end
+from pxrs.cli.demo.crew import Worker
 from pxrs.cli.demo.samples import Mark, Sample, Tenure, rate, tenures
 from pxrs.cli.demo.spark import committed_files
+from pxrs.cli.demo.story import MORE, SLOW_MAX
+from pxrs.testing.waiting import eventually
 
 SENT = [(0, offset) for offset in range(4)]
 ANNA = ["began 0 1 0", "handled 0 1 0", "committed 0 1 1", "began 0 1 1", "handled 0 1 1"]
@@ -205,3 +217,65 @@ def test_the_chart_is_a_png(tmp_path: Path, read: int | None) -> None:
     samples = [Sample(n / 10, n, n // 2, read, ("anna", None if n < 5 else "ben")) for n in range(20)]
     draw(tmp_path / "chart.png", "title", "subtitle", samples, [Mark(0.5, "anna: kill -9"), Mark(1.0, "ben: stopped")])
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_there_are_orders_for_every_step_however_slowly_spark_starts() -> None:
+    messages_max = 2000  # of the option --messages
+    assert messages_max + SLOW_MAX + 20 * MORE <= orders.COUNT_MAX
+
+
+WORKER = """
+import os
+os.write(1, b"began 0 1 7\\nhandled 0 1 7\\nbegan 0 1 8\\nhan")
+input()
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """A worker that prints what `WORKER` does, and ends with its standard input."""
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return process([sys.executable, "-S", "-c", WORKER, *command[3:]], **options)
+
+    process = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    found = Worker("url", "", "group", "anna", tmp_path)
+    yield found
+    found.process.kill()
+    found.process.wait(10)
+
+
+def test_what_a_stopped_worker_has_printed_is_known_before_it_goes_on(worker: Worker) -> None:
+    """The demo must not take a message for one in hand that was handled before the worker stopped."""
+    eventually(lambda: worker.handled == 1)
+    worker.signal(signal.SIGSTOP, "stopped")
+    eventually(worker.is_stopped)
+    worker.catch_up()
+    assert worker.in_hand == "0 1 8", "a line of which only the begin is there does not count"
+    assert worker.told == ["began 0 1 7", "handled 0 1 7", "began 0 1 8"]
+
+
+def test_a_worker_that_somebody_else_has_killed_is_a_failure(worker: Worker) -> None:
+    os.kill(worker.process.pid, signal.SIGKILL)
+    assert eventually(worker.failure) == "anna was killed by signal 9: it said nothing"
+
+
+def test_a_process_is_killed_when_its_time_to_end_is_over_and_its_cpu_time_is_known_before() -> None:
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1)\n"
+    code += "while True: pass"
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+    reader = threading.Thread(target=lambda: None)
+    reader.start()
+    told = []
+    try:
+        if Path("/proc/self/stat").exists():
+            eventually(lambda: cpu_s([process.pid])[process.pid] > 0.05)
+        assert not end(process, reader, time.monotonic() + 0.05, lambda: told.append(1))
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()  # type: ignore[union-attr]
+    assert told
+    assert process.returncode == -signal.SIGKILL
+    assert cpu_s([process.pid]) == {}

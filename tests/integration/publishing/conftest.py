@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from pxrs.publishing import outage
 from pxrs.publishing.staging import appends
-from tests.integration.publishing.driver import Place, Places
+from tests.integration.publishing.driver import SEED, SOAK, Place, Places
 
 
 @pytest.fixture
@@ -48,3 +49,11 @@ def places(kind: type[Place], monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 @pytest.fixture
 def place(places: Places) -> Place:
     return places()
+
+
+@pytest.fixture(params=["one hub", "two hubs"] if SOAK else ["any"])
+def is_one_hub(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> bool:
+    """Whether the drivers of a test share one hub, or each has its own. `make test` has what the seed chooses."""
+    hubs = request.param if SOAK else random.Random(SEED).choice(["one hub", "two hubs"])
+    record_property("chosen", f"{hubs} by SEED={SEED}")
+    return bool(hubs == "one hub")

@@ -47,6 +47,8 @@ from pxrs.testing.transfer import Transfer, transfer
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 SEED = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
+STEPS_MAX = None if SOAK else 10
+"""At how many of its steps a driver dies or is held, one after the other; None for all. The seed chooses them."""
 KEYS = Keys("g")
 QUERY = "query"
 SOURCE_PARTITIONS = 2
@@ -368,10 +370,17 @@ def run_quietly(work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def try_every_crash(places: Places, *arguments: Any, successor: Callable[[Place], None] | None = None) -> int:
-    """A driver dies at each step, and the next one goes on. Raises NotExact. How many steps there were."""
+def try_every_crash(
+    places: Places,
+    *arguments: Any,
+    successor: Callable[[Place], None] | None = None,
+    steps_max: int | None = None,
+) -> int:
+    """A driver dies at each step, or at so many of them, and the next one goes on. Raises NotExact. Returns how many
+    steps there were."""
     count = step_count(places())
-    for at in range(1, count + 1):
+    steps = range(1, count + 1)
+    for at in steps if steps_max is None else sorted(random.Random(SEED).sample(steps, min(count, steps_max))):
         place = places(*arguments)
         with suppress(Crash):  # or it comes to its end: one that does it wrong may have fewer steps
             place.driver(Steps(at, crash)).run()
@@ -430,7 +439,7 @@ def try_schedules(places: Places, is_one_hub: bool, only: str, mutation: Mutatio
     count = step_count(places(mutation, is_one_hub), only)
     schedules = list(itertools.product(range(1, count + 1), repeat=2))
     # In any order: those that show a mutation lie close together.
-    for first, second in random.Random(SEED).sample(schedules, len(schedules) if SOAK or mutation else 12):
+    for first, second in random.Random(SEED).sample(schedules, len(schedules) if SOAK or mutation else 6):
         place = places(mutation, is_one_hub)
         one = Held(place, first, only)
         two = Held(place, second, only, tasks=TASKS + 1 - 2 * (first % 2), seed=SEED + 1)

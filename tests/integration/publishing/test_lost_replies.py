@@ -54,7 +54,6 @@ def try_lost_replies(places: Places, mutation: Mutation | None = None, is_one_hu
         place.close()
 
 
-@pytest.mark.parametrize("is_one_hub", [True, False], ids=["one hub", "two hubs"])
 def test_k1_a_commit_whose_reply_is_lost_may_have_landed_or_not_or_land_later(places: Places, is_one_hub: bool) -> None:
     try_lost_replies(places, is_one_hub=is_one_hub)
 
@@ -63,7 +62,6 @@ def test_k1_a_driver_that_gives_up_hearing_nothing_leaves_it_to_the_next(places:
     try_lost_replies(places, tries=outage._TRIES_MAX)
 
 
-@pytest.mark.parametrize("is_one_hub", [True, False], ids=["one hub", "two hubs"])
 def test_k1_a_manifest_may_land_while_the_next_driver_is_at_work(places: Places, is_one_hub: bool) -> None:
     count = step_count(places(None, is_one_hub), "get")
     for at in range(1, count + 1):

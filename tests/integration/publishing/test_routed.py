@@ -32,6 +32,7 @@ from tests.integration.publishing.driver import (
     QUERY,
     SEED,
     SOAK,
+    STEPS_MAX,
     Crash,
     Driver,
     Held,
@@ -145,11 +146,10 @@ def place(places: Places) -> RoutedPlace:
     return found
 
 
-@pytest.mark.parametrize("is_one_hub", [True, False] if SOAK else [True])
 def test_k1_a_driver_may_die_at_every_step_and_its_successor_routes_the_rows_anew(
     places: Places, is_one_hub: bool
 ) -> None:
-    assert try_every_crash(places, None, is_one_hub) > 20
+    assert try_every_crash(places, None, is_one_hub, steps_max=STEPS_MAX) > 20
 
 
 def test_k1_two_drivers_at_once_that_route_the_rows_differently(places: Places) -> None:

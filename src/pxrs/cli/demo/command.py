@@ -27,8 +27,9 @@ def demo(
 ) -> None:
     """Show a consumer group, a kill -9, a take-over, a refused late commit and a Spark pipeline, with real processes.
 
-    At the end an account of every message is printed, and a chart of the run is saved. Exit code 1 if the account is
-    not exact.
+    At the end an account of every message is printed, and a chart of the run is saved. It takes about a minute. On a
+    busy machine it says every few seconds what it waits for, and after ten minutes at most what was not finished. Exit
+    code 1 if the account is not exact, or if the run was not finished.
     """
     if url is not None and parse(url).scheme == "memory":
         raise typer.BadParameter(

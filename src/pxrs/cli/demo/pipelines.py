@@ -8,6 +8,7 @@ from pyspark.sql import functions as F
 from pxrs.spark import parquet, parse_json, pipeline
 
 ORDER = "account STRING NOT NULL, amount DECIMAL(12, 2) NOT NULL, at TIMESTAMP NOT NULL"
+LEASE = {"leaseTtl": 30}  # a query whose lease expires ends: long enough for a machine with much else to do
 GROUP = os.environ.get("PXRS_DEMO_GROUP", "demo")
 
 
@@ -26,6 +27,7 @@ def by_window(orders: DataFrame) -> DataFrame:
     dead_letters="orders.dead-letters",
     output_mode="update",
     every="2 seconds",
+    options=LEASE,
 )
 def totals(orders: DataFrame) -> DataFrame:
     """Sends a total to the topic whenever it changes."""
@@ -38,6 +40,7 @@ def totals(orders: DataFrame) -> DataFrame:
     group=f"{GROUP}-archive",
     parse=parse_json(ORDER, on_bad="drop"),
     every="2 seconds",
+    options=LEASE,
 )
 def archive(orders: DataFrame) -> DataFrame:
     """Writes each total once, when no more orders of its window can come."""

@@ -18,7 +18,8 @@ Place = tuple[int, int]
 """(partition, offset)."""
 UNDER_WAY_MAX: Final = 60
 """How many orders may be sent and not acknowledged. Beyond that the sender waits for the disk."""
-WAIT_S: Final = 10.0
+WAIT_S: Final = 60.0
+"""How long to wait for one acknowledgement, or for the thread to end."""
 
 
 class Sender:

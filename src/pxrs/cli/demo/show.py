@@ -12,7 +12,7 @@ from rich.markup import escape
 import pxrs
 from pxrs.cli.demo import chart
 from pxrs.cli.demo.spark import groups_of, missing
-from pxrs.cli.demo.story import PARTITIONS, WORKERS, Demo, Ending, Stuck
+from pxrs.cli.demo.story import PARTITIONS, RUN_S_MAX, WORKERS, Demo, Ending, Stuck
 from pxrs.cli.demo.view import account_table
 from pxrs.errors import MissingDependency
 from pxrs.group.records import Keys
@@ -30,7 +30,8 @@ def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
         with pxrs.open(folder / "data", registry=url) as hub:
             hub.registry.get("groups")  # makes the tables of the registry before several workers try to
             who = f"{len(WORKERS)} workers{' and Spark' if has_spark else ''}, {PARTITIONS} partitions"
-            _say(console, f"[bold]pxrs[/] demo on {escape(hub.registry.url)}: {who}\n")
+            _say(console, f"[bold]pxrs[/] demo on {escape(hub.registry.url)}: {who}")
+            _say(console, f"[dim]it takes about a minute, and {RUN_S_MAX / 60:g} on a busy machine at most[/]\n")
             try:
                 story = Demo(hub, url or "", group, folder, console, messages, has_spark)
                 ending = story.run()

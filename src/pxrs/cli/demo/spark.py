@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlparse
 import pyarrow.parquet as pq
 
 import pxrs
-from pxrs.cli.demo.child import end, last_words
+from pxrs.cli.demo.child import end, how_it_ended
 from pxrs.cli.demo.orders import Totals
 from pxrs.errors import MissingDependency, UnknownGroup
 from pxrs.spark.java import find_java
@@ -33,12 +33,16 @@ TOTALS: Final = "totals"
 DEAD_LETTERS: Final = "orders.dead-letters"
 ARCHIVE: Final = "archive"
 CORES: Final = 2
-STOP_S: Final = 20.0
+GRACE_S: Final = 300
+"""Seconds that a batch may take to end when Spark is stopped. The demo kills Spark earlier if its own time is over."""
 _FILE: Final = "shop.py"
 _CODE: Final = "from pxrs.cli.app import main; from pxrs.cli.demo.child import end_with_input; end_with_input(); main()"
 """What the process runs: the command line, which ends as by SIGTERM when the demo closes the pipe to it."""
 _SETTINGS: Final = {
     "spark.sql.shuffle.partitions": "1",
+    # Java code that Spark generates and compiles for each query pays for millions of rows, and a batch has hundreds.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     # A short run gains more from code that is compiled soon than from code that is compiled well.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
@@ -67,15 +71,19 @@ def groups_of(group: str) -> dict[str, str]:
 class Spark:
     """The process, and the events that it has printed."""
 
+    name: Final = "Spark"
+
     def __init__(self, hub: pxrs.Hub, registry: str, group: str, folder: Path) -> None:
         self.groups = groups_of(group)
         self.batches = dict.fromkeys(self.groups, 0)
         self.starts = 0
+        self.events = 0
+        """How many events the process has printed, in all its starts."""
         self._hub, self._folder = hub, folder
         self._errors = folder / "spark.stderr"
         shutil.copyfile(Path(__file__).with_name("pipelines.py"), folder / _FILE)
         self._command = [sys.executable, "-c", _CODE, "pipeline", "run", _FILE, "--at", hub.url, "--json"]
-        self._command += ["--master", f"local[{CORES}]"]
+        self._command += ["--master", f"local[{CORES}]", "--grace", f"{GRACE_S}"]
         for setting in _SETTINGS.items():
             self._command += ["--conf", "=".join(setting)]
         self._environment = {**os.environ, "PXRS_DEMO_GROUP": group}
@@ -102,7 +110,10 @@ class Spark:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            if not line.startswith(b"{"):
+                continue  # Java prints its warnings there too
             told = json.loads(line)
+            self.events += 1
             if told["event"] == "batch":
                 self.batches[told["pipeline"]] += 1
                 if all(self.batches.values()):
@@ -112,7 +123,7 @@ class Spark:
         """Why the process has ended, if it has."""
         if self.process.poll() is None:
             return None
-        return f"Spark ended with exit code {self.process.returncode}: {last_words(self._errors)}"
+        return how_it_ended("Spark", self.process, self._errors)
 
     def read(self) -> dict[str, int]:
         """How many messages the checkpoints of each query cover."""
@@ -127,10 +138,10 @@ class Spark:
         assert self.process.stdin is not None
         self.process.stdin.close()
 
-    def end(self) -> bool:
+    def end(self, until: float, on_wait: Callable[[], None] | None = None) -> bool:
         """Wait for the process to finish, or kill it. Returns whether it ended gracefully."""
         self.ask_to_stop()
-        is_graceful = end(self.process, self._reader, STOP_S)
+        is_graceful = end(self.process, self._reader, until, on_wait)
         self.state = "ended"
         return is_graceful
 

@@ -20,16 +20,19 @@ def picture(
     workers: Sequence[Worker],
     rows: Sequence[PartitionDescription],
     spark: Table | None,
+    waiting: str,
     width: int,
 ) -> RenderableType:
+    """waiting: what the demo waits for, and for how long so far."""
     left: list[RenderableType] = [_workers(workers, rows)]
     if spark is not None:
         left += ["", spark]
+    last = f"[dim]{escape(waiting)}[/]"
     if width < WIDE:
-        return Group("", *left, "", _partitions(rows))
+        return Group("", *left, "", _partitions(rows), "", last)
     both = Table.grid(padding=(0, 4))
     both.add_row(Group(*left), _partitions(rows))
-    return Group("", both)
+    return Group("", both, "", last)
 
 
 def spark_table(state: str, read: Mapping[str, int], sent: int) -> Table:
