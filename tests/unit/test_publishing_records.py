@@ -17,7 +17,7 @@ from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.model import Topic
 from pxrs.publishing import manifest
 from pxrs.publishing.manifest import JOB, Publisher
-from pxrs.publishing.outage import ride_out
+from pxrs.registry.outage import ride_out
 from pxrs.publishing.records import (
     ON_ARRIVAL,
     TRANSITIONS,

@@ -49,7 +49,7 @@ from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.outage import UNREACHABLE, PatientCalls, ride_out
+from pxrs.registry.outage import UNREACHABLE, PatientCalls, ride_out
 from pxrs.publishing.planning import RESTART
 from pxrs.publishing.records import (
     ROUTED,

@@ -26,7 +26,7 @@ from pxrs.log.contract import Log
 from pxrs.model import Topic, refuse_internal
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import JOB
-from pxrs.publishing.outage import UNREACHABLE, with_advice
+from pxrs.registry.outage import UNREACHABLE, with_advice
 from pxrs.publishing.records import Part
 from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pxrs.publishing import outage
+from pxrs.registry import outage
 from pxrs.publishing.staging import appends
 from tests.integration.publishing.driver import Place, Places
 

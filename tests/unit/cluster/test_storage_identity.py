@@ -29,6 +29,7 @@ from pxrs.errors import (
 )
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.outage import StartWait
 from tests.unit.cluster.stored import add, entry, fast_folder, stored
 
 
@@ -45,8 +46,8 @@ def registry() -> Iterator[Registry]:
 
 
 @contextmanager
-def started(folder: Path, registry: Registry) -> Iterator[Started]:
-    found = start(folder, registry, "127.0.0.1:1", NodeSettings(free_bytes_min=1))
+def started(folder: Path, registry: Registry, wait: StartWait | None = None) -> Iterator[Started]:
+    found = start(folder, registry, "127.0.0.1:1", NodeSettings(free_bytes_min=1), wait=wait)
     try:
         yield found
     finally:
@@ -126,7 +127,7 @@ def test_a_start_that_died_between_disk_and_registry_is_the_same_node(
             raise RegistryUnavailable("died")
 
         patch.setattr(registry, "commit", fail)
-        with pytest.raises(RegistryUnavailable), started(folder, registry):
+        with pytest.raises(RegistryUnavailable), started(folder, registry, StartWait(0)):
             pass
     assert json.loads((folder / "node.json").read_text())["starts"] == 2
     assert record_of(registry, node).starts == 1
