@@ -19,7 +19,6 @@ that is shorter than the lease need not end the query.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
@@ -36,6 +35,8 @@ START_ERRORS: Final = (*UNREACHABLE, LeaseExpired)
 """The errors after which `StartWait` repeats a call."""
 _PAUSE_S: Final = (0.05, 1.0)
 """Between two calls: the first pause, doubled each time, and the longest."""
+_LOOK_S: Final = 0.1
+"""How often a process that waits looks whether it is to stop."""
 _TRIES_MAX: Final = 20
 """How often a commit whose outcome is unknown is made again."""
 
@@ -94,7 +95,8 @@ class StartWait:
         """Why the start does not go on, for /readyz; None after a call that was answered."""
         self.outages = 0
         """How many calls had to be repeated."""
-        self._stopped = threading.Event()
+        self._is_stopped = False
+        """Not an event: a signal handler sets it, and the thread that it interrupts may hold the lock of an event."""
         self._said_at: float | None = None
         """When the present outage was last logged; None if there is none."""
 
@@ -123,15 +125,17 @@ class StartWait:
 
     def stop(self) -> None:
         """End the wait, now or when it begins: the call raises Closed. A request that is under way is not ended."""
-        self._stopped.set()
+        self._is_stopped = True
 
     def _check(self) -> None:
-        if self._stopped.is_set():
+        if self._is_stopped:
             raise Closed(f"stopped while waiting for {self._what}")
 
     def _pause(self, seconds: float) -> None:
-        self._stopped.wait(seconds)
-        self._check()
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            self._check()
+            time.sleep(min(left_s, _LOOK_S))
 
     def _tell(self, error: Exception, left_s: float) -> None:
         self.reason = f"{WAITING}: {error}"

@@ -406,7 +406,9 @@ def _is_own_start(cookie: Cookie, registered: NodeRecord) -> bool:
     return cookie.before in ("", registered.start)
 
 
-def next_cookie(cookie: Cookie | None, registered: NodeRecord | None, decided: Start, cluster: str, tried: str) -> Cookie:
+def next_cookie(
+    cookie: Cookie | None, registered: NodeRecord | None, decided: Start, cluster: str, tried: str
+) -> Cookie:
     """What the disk says before the start with the id `tried` is recorded in the registry."""
     tries: tuple[str, ...] = ()
     if cookie is not None and not decided.is_new and cookie.starts == decided.starts:

@@ -18,6 +18,12 @@ that finds a higher counter in the registry than its own stops: another process 
     the wait is over                            end. The disk keeps the id of this start in `tries`: if the commit lands
                                                 later, the next start knows it as its own
 
+If the disk is so full that the counter cannot be written, the node of the directory starts read-only: it raises the
+counter nowhere, and serves what it has under the number of its last start. It acknowledges nothing, neither adds nor
+fences, so no copy of the disk can lack what it has acknowledged under that number. Its key among the live nodes makes
+other processes on copies of the directory wait, as that of any node does. When there is room, it starts again as it
+should (`running`).
+
 A copy of the directory of a running node has the right counter, and lacks what the node has acknowledged since. So
 before a start raises the counter, it waits until no process at another address is alive as this node.
 """
@@ -25,6 +31,7 @@ before a start raises the counter, it waits until no process at another address 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -57,6 +64,8 @@ TRIES_MAX: Final = 5
 ALIVE_S_MAX: Final = 30.0
 """How long a start waits for the end of the lease of another process that is alive as the same node."""
 _LOOK_S: Final = 1.0
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that is full."""
 
 
 class Started(NamedTuple):
@@ -66,6 +75,8 @@ class Started(NamedTuple):
     cluster: str
     starts: int
     directory: Directory
+    is_read_only: bool = False
+    """The disk is full, and this start is not recorded: `starts` is the number of the last one that is."""
 
 
 class Directory:
@@ -169,6 +180,10 @@ def start(
                 _wait_for_other(registry, cookie.node, address, directory, alive_s_max, wait)
             try:
                 return _start(directory, registry, address, settings, wait)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                return _start_read_only(directory, registry, settings, wait, error)
             except Conflict as error:
                 if not left:
                     raise
@@ -243,6 +258,28 @@ def _start(
         node.recorded_end = node.journal.end
         stack.pop_all()
         return Started(node, cluster, decided.starts, directory)
+
+
+def _start_read_only(
+    directory: Directory, registry: Registry, settings: NodeSettings | None, wait: StartWait, full: OSError
+) -> Started:
+    """Start the node of this directory without writing anything. full: why it cannot be written to; raised if the
+    directory is not that of a node."""
+    cluster = wait(lambda: cluster_id(registry))
+    cookie = directory.cookie()
+    entry = None if cookie is None else wait(lambda: registry.get(node_key(cookie.node)))
+    if entry is None or not directory.has_segments() or _decide(cookie, entry, cluster, _UNKNOWN_END).is_new:
+        raise full
+    registered = NodeRecord.parse(entry.key, entry.value)
+    why = f"the disk is full, and the node serves what it has: {disk.explain(full, directory.path)}"
+    assert cookie is not None
+    node = StorageNode(cookie.node, directory.journal, settings, why)
+    if _decide(cookie, entry, cluster, node.journal.end).is_new:
+        node.close()
+        raise full
+    node.recorded_end = registered.journal_end
+    _logger.error("the storage node %s starts read-only: %s", node.id, why)
+    return Started(node, cluster, registered.starts, directory, is_read_only=True)
 
 
 def _decide(cookie: Cookie | None, entry: Entry | None, cluster: str, journal_end: int) -> Start:
