@@ -17,6 +17,7 @@ import pytest
 
 import pxrs
 from pxrs import registry as registries
+from pxrs.cli import upkeep
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
 from pxrs.cluster import records
 from pxrs.cluster.broker.running import RunningBroker
@@ -89,6 +90,7 @@ class Place:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Place]:
     monkeypatch.setattr(outage, "_PAUSE_S", (0.001, 0.001))
     monkeypatch.setattr(janitor, "AGAIN_S", 0.01)
+    monkeypatch.setattr(upkeep, "_LOOK_S", 0.01)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield Place(tmp_path, monkeypatch, capsys)
     for number, handler in handlers.items():
