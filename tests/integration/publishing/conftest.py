@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pxrs.registry import outage
 from pxrs.publishing.staging import appends
+from pxrs.registry import outage
 from tests.integration.publishing.driver import Place, Places
 
 
