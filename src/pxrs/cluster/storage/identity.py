@@ -14,7 +14,10 @@ that finds a higher counter in the registry than its own stops: another process 
     done                                        serve
     registry unreachable, outcome unknown       repeat the same commit, for as long as `wait` allows
     Conflict, and the record has our `start`    an earlier try has landed: serve
-    Conflict, and the record has another one    decide anew from the disk and the record (`decide_start`)
+    Conflict, and the record has an id of       begin again: an earlier start of this disk has landed late, or somebody
+    `tries` or `before`                         has changed the record's `state`
+    Conflict, and the record has another id     end: a process on a copy of this disk was faster. The next start finds
+                                                an older copy
     the wait is over                            end. The disk keeps the id of this start in `tries`: if the commit lands
                                                 later, the next start knows it as its own
 
@@ -185,7 +188,7 @@ def start(
                     raise
                 return _start_read_only(directory, registry, settings, wait, error)
             except Conflict as error:
-                if not left:
+                if not left or not _is_own(directory, registry, wait):
                     raise
                 _logger.warning("another process has changed the record of this node; deciding anew: %s", error)
         raise AssertionError("the last try returns or raises")
@@ -258,6 +261,14 @@ def _start(
         node.recorded_end = node.journal.end
         stack.pop_all()
         return Started(node, cluster, decided.starts, directory)
+
+
+def _is_own(directory: Directory, registry: Registry, wait: StartWait) -> bool:
+    """After a Conflict: whether the record is that of this disk all the same. An earlier start of it may have landed
+    late, or somebody has changed the record's `state`."""
+    cookie = directory.cookie()
+    entry = None if cookie is None else wait(lambda: registry.get(node_key(cookie.node)))
+    return cookie is not None and not _decide(cookie, entry, cookie.cluster, _UNKNOWN_END).is_new
 
 
 def _start_read_only(
