@@ -18,6 +18,8 @@ import pytest
 from pxrs import registry as registries
 from pxrs.cluster.links import LinkSettings, NodeLink
 from pxrs.cluster.records import AliveNode, alive_key
+from pxrs.cluster.storage.running import StorageSettings, storing
+from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import LedgerFenced, NodeFull, NodeUnreachable
 from pxrs.remote.client.settings import Certificates
 from pxrs.testing.servers import StorageServer, certificates
@@ -180,6 +182,37 @@ def the_room_ends_at_any_page(path: Path) -> None:
         shutil.rmtree(folder)
 
 
+def a_node_starts_on_a_full_disk(path: Path) -> None:
+    """It serves what it has, refuses what it would have to write, and accepts entries once there is room."""
+    settings = StorageSettings(path / "full", limits=StorageLimits(free_bytes_min=64 << 10, alive_s=0.05))
+    ballast = path / "ballast"
+    with registries.open("memory:") as registry:
+        with storing(registry, settings) as server:
+            node = server.node.id
+            assert add(server.node, entry(0, size=3_000)) == [None]
+        cookie = (path / "full" / "node.json").read_bytes()
+        with ballast.open("wb", buffering=0) as file:
+            while free := os.statvfs(path).f_bavail:
+                file.write(bytes(4096 * free))
+        with storing(registry, settings) as server:
+            assert (server.node.id, stored(server.node)) == (node, [0])
+            alive = registry.get(alive_key(node))
+            assert alive is not None
+            assert "the disk is full" in str(AliveNode.parse(alive.key, alive.value).refuses)
+            (refused,) = add(server.node, entry(1, size=3_000))
+            assert isinstance(refused, NodeFull)
+            with pytest.raises(NodeFull):
+                server.node.fence(LEDGER, 1)
+            assert (path / "full" / "node.json").read_bytes() == cookie
+            ballast.unlink()
+            assert wait_until(lambda: server.node.refuses is None, ANSWER_S_MAX)
+            assert server.node.id == node
+            assert add(server.node, entry(1, size=3_000)) == [None]
+        with storing(registry, settings) as server:
+            assert (server.node.id, stored(server.node)) == (node, [0, 1])
+    shutil.rmtree(path / "full")
+
+
 def test_a_node_on_a_full_disk(tmp_path: Path) -> None:
     rights = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     if sys.platform != "linux" or subprocess.run([*rights, "true"], capture_output=True).returncode:
@@ -192,6 +225,7 @@ def test_a_node_on_a_full_disk(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
+    a_node_starts_on_a_full_disk(Path(sys.argv[1]))
     the_room_ends_at_any_page(Path(sys.argv[1]))
     a_node_meets_a_full_disk(Path(sys.argv[1]))
     sys.stdout.write(DONE)

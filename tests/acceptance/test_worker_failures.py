@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import pxrs
 from pxrs import ConsumeOnce
 from pxrs.cli import worker
-from pxrs.cli.worker_settings import EXIT_BAD_HANDLER, EXIT_CANNOT_WORK, EXIT_FAILED, Settings
+from pxrs.cli.worker_settings import EXIT_BAD_HANDLER, EXIT_CANNOT_WORK, EXIT_FAILED, EXIT_UNREACHABLE, Settings
 from pxrs.group.records import Keys, Member
+from pxrs.metrics.reports import Reports
 from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import eventually
 
@@ -172,6 +174,23 @@ class Trial:
 
     def poll(self) -> int:
         return self.returncode
+
+
+def test_a_registry_that_stays_away_at_the_start_ends_the_command_after_the_wait(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker, "RESTART_S", (0.001, 0.002))
+    monkeypatch.setattr(worker, "spawn", lambda settings: Trial(EXIT_UNREACHABLE))
+    settings = Settings("shop:take", ["t"], "g", "data", None, 1, 1.0, {})
+    with closing(Reports()) as reports:
+        supervisor = worker.Supervisor(settings, 1, reports, start_s=0.05)
+        monitor = supervisor.monitor(reports)
+        assert monitor.ready().reason == "waiting for the registry"
+        assert supervisor.run() == EXIT_FAILED
+        assert monitor.ready().reason == "waiting for the registry: the trial process cannot reach the registry"
+    told = capfd.readouterr().err
+    assert "starting it again in" in told
+    assert "for 0.05 s now; ending: see that the registry runs" in told
 
 
 @pytest.mark.parametrize(

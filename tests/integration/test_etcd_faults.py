@@ -7,16 +7,19 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import quote
+from urllib.request import urlopen
 from uuid import uuid4
 
 import pytest
 
 from pxrs import registry as registries
 from pxrs.clock import SYSTEM
+from pxrs.cluster.records import alive_key
 from pxrs.errors import (
     AccessDenied,
     Closed,
@@ -32,7 +35,7 @@ from pxrs.testing.history import record
 from pxrs.testing.linearizability import check
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.registry_contract import quieten
-from pxrs.testing.servers import EtcdCluster, EtcdServer, certificates
+from pxrs.testing.servers import EtcdCluster, EtcdServer, StorageServer, certificates, free_ports
 from pxrs.testing.waiting import eventually
 
 # For the requests that no registry makes. Not imported here: pxrs must be the first to import gRPC (`pxrs.grpc_fork`).
@@ -41,6 +44,7 @@ grpc, rpc = importlib.import_module("grpc"), importlib.import_module("pyetcd.etc
 TIMEOUT_S = 0.6
 # What a bounded call may take beyond its bound on a busy machine.
 SLACK_S = 5.0
+ANSWER_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,38 @@ def through(proxy: Proxy, namespace: str) -> Iterator[Registry]:
     with registries.open(url) as registry:
         yield registry
         proxy.restore()  # so that the end of its leases can be told
+
+
+def test_a_storage_node_that_starts_while_etcd_is_away_waits_for_it(
+    etcd: EtcdServer, proxy: Proxy, direct: Registry, namespace: str
+) -> None:
+    """And says so on /readyz from the beginning; what is cut again while it registers does not end it either."""
+    (port,) = free_ports(1)
+    proxy.cut()
+    url = f"etcd://{proxy.host}:{proxy.port}?namespace={namespace}&timeout={TIMEOUT_S}"
+    with closing(StorageServer(url, flags=["--metrics-listen", str(port)], forked=True)) as server:
+        server.start(wait=False)
+        eventually(lambda: "waiting for the registry: " in readiness(port))
+        proxy.drop_replies(close_after=0)
+        proxy.wait_for_request(ANSWER_S)
+        proxy.cut()
+        proxy.restore()
+        server.wait_until_ready()
+        eventually(lambda: '"ok": true' in readiness(port))
+        assert direct.get(alive_key(server.node)) is not None
+        assert not list(server.data.glob("aside-*"))
+
+
+def readiness(port: int) -> str:
+    """What /readyz answers; empty if nobody answers."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=ANSWER_S) as answer:
+            return str(answer.read().decode())
+    except HTTPError as error:
+        with error:
+            return error.read().decode()
+    except OSError:
+        return ""
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.model import Topic
 from pxrs.publishing import manifest
 from pxrs.publishing.manifest import JOB, Publisher
-from pxrs.publishing.outage import ride_out
 from pxrs.publishing.records import (
     ON_ARRIVAL,
     TRANSITIONS,
@@ -31,6 +30,7 @@ from pxrs.publishing.records import (
 )
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.memory import MemoryRegistry
+from pxrs.registry.outage import ride_out
 
 FLOWS = Path(__file__).parents[2] / "docs" / "flows.md"
 ABSENT, COMMITTED, PUBLISHED = ManifestState

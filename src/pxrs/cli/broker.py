@@ -13,13 +13,17 @@ import typer
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import ClientTokens, Insecure, Listen, TlsClientCa, TlsKey
-from pxrs.cli.serve import keep_beating, tls_credentials, with_limits
+from pxrs.cli.options import ClientTokens, Insecure, Listen, RegistryWait, TlsClientCa, TlsKey
+from pxrs.cli.serve import keep_beating, stopping_start, tls_credentials, with_limits
 from pxrs.cli.terminal import echo
-from pxrs.errors import InvalidArgument, MissingDependency
+from pxrs.errors import Closed, InvalidArgument, MissingDependency
 from pxrs.metrics.health import Beat, Verdict
+from pxrs.registry.address import parse
+from pxrs.registry.outage import START_WAIT_S, StartWait
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pxrs.cluster.broker.running import RunningBroker
     from pxrs.server.serving import Server, ServerSettings
 
@@ -86,6 +90,7 @@ def broker(
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     metrics_listen: MetricsListen = None,
+    registry_wait: RegistryWait = START_WAIT_S,
     limit: Annotated[
         list[str] | None,
         typer.Option("--limit", metavar="NAME=VALUE", help="A limit, see docs/serve.md. May be given several times."),
@@ -120,54 +125,91 @@ def broker(
     server = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
     own = (None, None) if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes())
     certificates = None if ca_file is None else Certificates(ca_file.read_bytes(), *own)
-    running = RunningBroker(
-        registries.open(registry),
-        name=name,
-        settings=BrokerSettings(
-            append_s=append_s, recent_bytes=cache_mb << 20, copies_grace_s=copies_grace_s, placement=placement
-        ),
-        links=LinkSettings(node_timeout_s, token_file=token_file, certificates=certificates),
-        peers=Settings("pxrs://", (), 2.0, 2.0, certificates, token_file),
-        lease_ttl=lease_s,
-    )
-    try:
-        asyncio.run(_run(running, server, advertise, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
-    finally:
-        running.close()
+    wait = StartWait(registry_wait, f"the registry {parse(registry).shown}")
+
+    def make() -> RunningBroker:
+        opened = wait(lambda: registries.open(registry))
+        try:
+            return RunningBroker(
+                opened,
+                name=name,
+                settings=BrokerSettings(
+                    append_s=append_s, recent_bytes=cache_mb << 20, copies_grace_s=copies_grace_s, placement=placement
+                ),
+                links=LinkSettings(node_timeout_s, token_file=token_file, certificates=certificates),
+                peers=Settings("pxrs://", (), 2.0, 2.0, certificates, token_file),
+                lease_ttl=lease_s,
+                wait=wait,
+            )
+        except BaseException:
+            opened.close()
+            raise
+
+    asyncio.run(_run(make, server, wait, advertise, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
 
 
 async def _run(
-    running: RunningBroker, settings: ServerSettings, advertise: str | None, *, is_tls: bool, metrics_listen: str | None
+    make: Callable[[], RunningBroker],
+    settings: ServerSettings,
+    wait: StartWait,
+    advertise: str | None,
+    *,
+    is_tls: bool,
+    metrics_listen: str | None,
 ) -> None:
-    from pxrs.server.serving import Server
-
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    server = Server(running.hub, settings)
+    stop = stopping_start(wait, _SIGNALS)
     beat = Beat("the event loop")
-    tasks = [loop.create_task(keep_beating(beat))]
-    state = _State(running)
+    beating = asyncio.create_task(keep_beating(beat))
+    state = _State(wait)
     try:
         with monitored(metrics_listen, live=beat.verdict, ready=state.verdict, tell=echo):
-            await server.start()
-            await asyncio.to_thread(running.join, advertise or server.address)
-            running.hub.start_upkeep()
-            tasks.append(loop.create_task(_stand_back(server, running)))
-            state.reason = None
-            echo(f"broker of {running.hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
-            await stop.wait()
-            state.reason = "the broker is stopping"
-            tasks.pop().cancel()  # the lease ends below, and calls that are under way are still answered
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)  # a second signal ends the process at once
-            echo("stopping: other brokers take the partitions; waiting for calls that are under way")
-            await asyncio.to_thread(running.leave)
-            await server.stop()
+            running = await asyncio.to_thread(make)
+            try:
+                await _serve(running, settings, state, stop, advertise, is_tls=is_tls)
+            finally:
+                await asyncio.to_thread(running.close)
+    except Closed:
+        if not stop.is_set():
+            raise
+        echo("stopped before the broker was started")
     finally:
-        for task in tasks:
-            task.cancel()
+        beating.cancel()
+
+
+async def _serve(
+    running: RunningBroker,
+    settings: ServerSettings,
+    state: _State,
+    stop: asyncio.Event,
+    advertise: str | None,
+    *,
+    is_tls: bool,
+) -> None:
+    """Listen, join the cluster, and serve until a signal comes."""
+    from pxrs.server.serving import Server
+
+    loop = asyncio.get_running_loop()
+    server = Server(running.hub, settings)
+    try:
+        await server.start()
+        await asyncio.to_thread(running.join, advertise or server.address)
+    except BaseException:
+        await server.stop()
+        raise
+    running.hub.start_upkeep()
+    standing_back = loop.create_task(_stand_back(server, running))
+    try:
+        state.running = running
+        echo(f"broker of {running.hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
+        await stop.wait()
+        state.reason = "the broker is stopping"
+    finally:
+        standing_back.cancel()  # the lease ends below, and calls that are under way are still answered
+    for number in _SIGNALS:
+        loop.remove_signal_handler(number)  # a second signal ends the process at once
+    echo("stopping: other brokers take the partitions; waiting for calls that are under way")
+    await asyncio.to_thread(running.leave)
+    await server.stop()
 
 
 async def _stand_back(server: Server, running: RunningBroker) -> None:
@@ -182,18 +224,20 @@ async def _stand_back(server: Server, running: RunningBroker) -> None:
 class _State:
     """Whether the broker is ready. Read by the thread of the health endpoint."""
 
-    def __init__(self, running: RunningBroker) -> None:
-        self._running = running
-        self.reason: str | None = "the broker is starting"
-        """Why the broker does not serve; None if it does."""
+    def __init__(self, wait: StartWait) -> None:
+        self._wait = wait
+        self.running: RunningBroker | None = None
+        """None until the broker has joined the cluster."""
+        self.reason: str | None = None
+        """Why the broker does not serve any more."""
 
     def verdict(self) -> Verdict:
-        if self.reason is not None:
-            return Verdict(False, self.reason)
-        partitions = self._running.ownership.partitions().values()
+        if self.running is None or self.reason is not None:
+            return Verdict(False, self.reason or self._wait.reason or "the broker is starting")
+        partitions = self.running.ownership.partitions().values()
         unopened = sum(partition.why_not is not None for partition in partitions)
         degraded = sum(partition.is_degraded for partition in partitions)
         fields = {"partitions": len(partitions), "not serving": unopened, "degraded": degraded}
-        if self._running.broker.membership.lease is None:
+        if self.running.broker.membership.lease is None:
             return Verdict(False, f"{NO_LEASE}; it joins again when it can", fields)
         return Verdict(True, "", fields)

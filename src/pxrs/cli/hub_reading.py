@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 WAIT_S: Final = 8.0
 """How long a request waits for a reading. Prometheus gives up after 10 s by default."""
+FAILED_S: Final = 1.0
+"""After a reading that failed, the next one may begin so soon: `keep_s` is for values that there are."""
 READY_WAIT_S: Final = 2.0
 """The same for /readyz: a probe is given up sooner than a scrape."""
 PAUSE_FACTOR: Final = 4.0
@@ -247,7 +249,8 @@ class KeptReading:
                 if values is not None:
                     self._values, self._read_at, self._took_s = values, ended, ended - began
                 self._error, self._began_at = error, None
-                self._due_at = ended + max(self._keep_s, PAUSE_FACTOR * (ended - began))
+                pause_s = FAILED_S if values is None else max(self._keep_s, PAUSE_FACTOR * (ended - began))
+                self._due_at = ended + pause_s
                 self._is_wanted = False
                 self._done += 1
                 self._changed.notify_all()

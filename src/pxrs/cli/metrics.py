@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import closing
-from typing import Annotated, Final
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import monitored
-from pxrs.cli.options import MaybeAt, RegistryUrl, open_hub
+from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, open_hub
 from pxrs.cli.terminal import echo
+from pxrs.errors import Closed, RegistryUnavailable
 from pxrs.metrics.health import always
+from pxrs.registry.outage import START_WAIT_S, StartWait
 from pxrs.waiting import wait_for_signal
+
+if TYPE_CHECKING:
+    from pxrs.hub import Hub
+    from pxrs.metrics.instruments import Snapshot
 
 LISTEN_DEFAULT: Final = "127.0.0.1:9465"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -30,6 +36,7 @@ def metrics(
     keep_s: Annotated[
         float, typer.Option("--keep-s", min=0.0, max=3600.0, help="For how many seconds what was read is given again.")
     ] = 5.0,
+    registry_wait: RegistryWait = START_WAIT_S,
 ) -> None:
     """Export the lag of all groups and the sizes of topics and queues for Prometheus, until Ctrl-C or SIGTERM.
 
@@ -37,15 +44,31 @@ def metrics(
     """
     from pxrs.cli.hub_reading import HubReading, KeptReading
 
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
+    stop, wait = threading.Event(), StartWait(registry_wait, "the hub's server")
+    hub: Hub | None = None
+
+    def end(*_: object) -> None:
+        stop.set()
+        wait.stop()
+
+    def read() -> Snapshot:
+        if hub is None:
+            raise RegistryUnavailable(wait.reason or "the hub is not open yet")
+        return HubReading(hub).read()
+
+    before = {number: signal.signal(number, end) for number in _SIGNALS}
     try:
-        with (
-            open_hub(at, registry) as hub,
-            closing(KeptReading(lambda: HubReading(hub).read(), keep_s)) as kept,
-            monitored(listen, live=always, ready=kept.ready, tell=echo, read=kept.parts),
-        ):
+        with ExitStack() as stack:
+            # The hub is closed last; no reading is under way then.
+            hubs = stack.enter_context(ExitStack())
+            kept = stack.enter_context(closing(KeptReading(read, keep_s)))
+            stack.enter_context(monitored(listen, live=always, ready=kept.ready, tell=echo, read=kept.parts))
+            # An address that is wrong ends the command. A registry that is away does not: its metrics say so.
+            hub = wait(lambda: hubs.enter_context(open_hub(at, registry)))
             wait_for_signal(stop)
+    except Closed:
+        if not stop.is_set():
+            raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pxrs.errors import InvalidUrl
+from pxrs.errors import InvalidUrl, NotPermitted
 
 if TYPE_CHECKING:
     from pxrs.hub import Hub
@@ -39,6 +39,18 @@ RegistryUrl = Annotated[
         help="The registry, if it is not in the directory; not with a server.",
     ),
 ]
+RegistryWait = Annotated[
+    float,
+    typer.Option(
+        "--registry-wait",
+        envvar="PXRS_REGISTRY_WAIT",
+        metavar="SECONDS",
+        min=0.0,
+        max=86_400.0,
+        help="How long to wait, at the start, for a registry or server that does not answer; then the exit code is 1.",
+    ),
+]
+"""The option of the commands that run until they are stopped; by default START_WAIT_S."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
 ExistOk = Annotated[
     bool, typer.Option("--exist-ok", help="No error if it exists already, with exactly these settings.")
@@ -104,6 +116,12 @@ def open_hub(
         check_is_there(registry, "--registry or PXRS_REGISTRY", makers)
     with pxrs.open(at, registry) as hub:
         yield hub
+
+
+def reach(hub: Hub) -> None:
+    """Open the hub's registry and have it answer once. May be called again. Raises what the registry raises."""
+    with suppress(NotPermitted):  # of a server: an answer too
+        hub.registry.get("groups")
 
 
 def is_server(at: str) -> bool:

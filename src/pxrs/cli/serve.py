@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
@@ -14,11 +16,23 @@ import typer
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import ClientTokens, Insecure, Listen, RegistryUrl, TlsClientCa, TlsKey, is_server, open_hub
+from pxrs.cli.options import (
+    ClientTokens,
+    Insecure,
+    Listen,
+    RegistryUrl,
+    RegistryWait,
+    TlsClientCa,
+    TlsKey,
+    is_server,
+    open_hub,
+    reach,
+)
 from pxrs.cli.terminal import echo
 from pxrs.cli.web import beside_server
-from pxrs.errors import InvalidArgument, MissingDependency
-from pxrs.metrics.health import Beat, Readiness, Verdict
+from pxrs.errors import Closed, InvalidArgument, MissingDependency
+from pxrs.metrics.health import Beat, Verdict
+from pxrs.registry.outage import START_WAIT_S, StartWait
 from pxrs.server.settings import ServerLimits
 
 if TYPE_CHECKING:
@@ -69,6 +83,7 @@ def serve(
         float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
     ] = _DEFAULTS.drain_s,
     metrics_listen: MetricsListen = None,
+    registry_wait: RegistryWait = START_WAIT_S,
     web: Annotated[
         str | None,
         typer.Option("--web", metavar="HOST:PORT", help="Also show the hub in a browser there: docs/web.md."),
@@ -108,11 +123,10 @@ def serve(
     limits = with_limits(_DEFAULTS, named, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
-    with (
-        open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub,
-        beside_server(hub, web, auth, insecure=insecure),
-    ):
-        asyncio.run(_run(hub, settings, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
+    with open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub:
+        page = functools.partial(beside_server, hub, web, auth, insecure=insecure)
+        wait = StartWait(registry_wait, f"the registry {hub.registry_address}")
+        asyncio.run(_run(hub, settings, wait, page, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
 
 
 def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> L:
@@ -149,31 +163,73 @@ def tls_credentials(cert: Path | None, key: Path | None, client_ca: Path | None)
     return grpc.ssl_server_credentials([pair], root, require_client_auth=client_ca is not None)
 
 
-async def _run(hub: Hub, settings: object, *, is_tls: bool, metrics_listen: str | None) -> None:
+async def _run(
+    hub: Hub,
+    settings: object,
+    wait: StartWait,
+    page: Callable[[], AbstractContextManager[None]],
+    *,
+    is_tls: bool,
+    metrics_listen: str | None,
+) -> None:
+    """page: serves the page of --web, if that is given."""
     from pxrs.server.serving import Server, ServerSettings
 
     assert isinstance(settings, ServerSettings)
-    stop = asyncio.Event()
+    stop = stopping_start(wait, _SIGNALS)
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    server = Server(hub, settings)
-    beat, ready = Beat("the event loop"), Readiness("the server is starting")
+    beat, state = Beat("the event loop"), _State(wait)
     beating = loop.create_task(keep_beating(beat))
     try:
-        with monitored(metrics_listen, live=beat.verdict, ready=ready.verdict, tell=echo):
-            await server.start()
-            hub.start_upkeep()
-            echo(f"serving {hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
-            ready.set(Verdict(True))
-            await stop.wait()
-            ready.set(Verdict(False, "the server is stopping"))
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)  # a second signal ends the process at once
-            echo("stopping: no new calls; waiting for those that are under way")
-            await server.stop()
+        with monitored(metrics_listen, live=beat.verdict, ready=state.verdict, tell=echo):
+            await asyncio.to_thread(wait, lambda: reach(hub))
+            with page():
+                server = Server(hub, settings)
+                await server.start()
+                hub.start_upkeep()
+                echo(f"serving {hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
+                state.is_serving = True
+                await stop.wait()
+                state.reason = "the server is stopping"
+                for number in _SIGNALS:
+                    loop.remove_signal_handler(number)  # a second signal ends the process at once
+                echo("stopping: no new calls; waiting for those that are under way")
+                await server.stop()
+    except Closed:
+        if not stop.is_set():
+            raise
+        echo("stopped before the server was started")
     finally:
         beating.cancel()
+
+
+class _State:
+    """Whether the server is ready. Read by the thread of the health endpoint."""
+
+    def __init__(self, wait: StartWait) -> None:
+        self._wait = wait
+        self.is_serving = False
+        self.reason: str | None = None
+        """Why the server does not serve any more."""
+
+    def verdict(self) -> Verdict:
+        if self.is_serving and self.reason is None:
+            return Verdict(True)
+        return Verdict(False, self.reason or self._wait.reason or "the server is starting")
+
+
+def stopping_start(wait: StartWait, signals: Iterable[signal.Signals]) -> asyncio.Event:
+    """An event that each of these signals sets, from now on until its handler is removed. A signal also ends the wait
+    for the registry."""
+    stop = asyncio.Event()
+
+    def end() -> None:
+        stop.set()
+        wait.stop()
+
+    for number in signals:
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    return stop
 
 
 async def keep_beating(beat: Beat) -> None:

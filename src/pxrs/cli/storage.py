@@ -15,15 +15,16 @@ from pxrs import registry as registries
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import Listen, TlsKey
-from pxrs.cli.serve import keep_beating, tls_credentials, with_limits
+from pxrs.cli.options import Listen, RegistryWait, TlsKey
+from pxrs.cli.serve import keep_beating, stopping_start, tls_credentials, with_limits
 from pxrs.cli.terminal import echo
-from pxrs.errors import InvalidArgument, LogError, MissingDependency, NodeFull
+from pxrs.errors import Closed, InvalidArgument, LogError, MissingDependency, NodeFull
 from pxrs.metrics.health import Beat, Verdict
+from pxrs.registry.address import parse
+from pxrs.registry.outage import START_WAIT_S, StartWait
 
 if TYPE_CHECKING:
     from pxrs.cluster.storage.running import StorageServer, StorageSettings
-    from pxrs.registry.contract import Registry
 
 LISTEN_DEFAULT: Final = "127.0.0.1:7078"
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -66,6 +67,7 @@ def storage(
         typer.Option("--tls-client-ca", metavar="FILE", help="Refuse brokers without a certificate of this authority."),
     ] = None,
     metrics_listen: MetricsListen = None,
+    registry_wait: RegistryWait = START_WAIT_S,
     limit: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,60 +96,74 @@ def storage(
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     credentials = tls_credentials(tls_cert, tls_key, tls_client_ca)
     settings = StorageSettings(directory, listen, advertise, limits, auth, credentials)
-    with registries.open(registry) as opened:
-        asyncio.run(_run(opened, settings, metrics_listen))
+    asyncio.run(
+        _run(registry, settings, metrics_listen, StartWait(registry_wait, f"the registry {parse(registry).shown}"))
+    )
 
 
-async def _run(registry: Registry, settings: StorageSettings, metrics_listen: str | None) -> None:
-    from pxrs import disk
+async def _run(url: str, settings: StorageSettings, metrics_listen: str | None, wait: StartWait) -> None:
     from pxrs.cluster.storage.running import StorageServer
 
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    server = StorageServer(registry, settings)
+    stop = stopping_start(wait, _SIGNALS)
     beat = Beat("the event loop")
-    beating = loop.create_task(keep_beating(beat))
-    state = _State(server)
+    beating = asyncio.create_task(keep_beating(beat))
+    state = _State(wait)
     try:
         with monitored(metrics_listen, live=beat.verdict, ready=state.verdict, tell=echo):
+            registry = await asyncio.to_thread(wait, lambda: registries.open(url))
             try:
-                await server.start()
-            except OSError as error:
-                why = f"the storage node cannot start: {disk.explain(error, settings.directory)}"
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise NodeFull(str(settings.directory), why) from error
-                raise LogError(why) from error
-            echo(f"storage node {server.node.id} in {settings.directory} at {server.address}")
-            state.reason = None
-            stopping = loop.create_task(stop.wait())
-            await asyncio.wait((stopping, server.replaced), return_when=asyncio.FIRST_COMPLETED)
-            state.reason = "the node is stopping"
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)  # a second signal ends the process at once
-            stopping.cancel()
-            echo("stopping: no new calls; what was accepted is synced")
-            await server.stop()
-            if server.replaced.done():
-                raise server.replaced.result()
+                await _serve(StorageServer(registry, settings, wait), settings, state, stop)
+            finally:
+                await asyncio.to_thread(registry.close)
+    except Closed:
+        if not stop.is_set():
+            raise
+        echo("stopped before the node was started")
     finally:
         beating.cancel()
+
+
+async def _serve(server: StorageServer, settings: StorageSettings, state: _State, stop: asyncio.Event) -> None:
+    """Start the node, and serve until a signal comes or the node must stop."""
+    from pxrs import disk
+
+    loop = asyncio.get_running_loop()
+    try:
+        await server.start()
+    except OSError as error:
+        why = f"the storage node cannot start: {disk.explain(error, settings.directory)}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NodeFull(str(settings.directory), why) from error
+        raise LogError(why) from error
+    echo(f"storage node {server.node.id} in {settings.directory} at {server.address}")
+    state.server = server
+    stopping = loop.create_task(stop.wait())
+    await asyncio.wait((stopping, server.replaced), return_when=asyncio.FIRST_COMPLETED)
+    state.reason = "the node is stopping"
+    for number in _SIGNALS:
+        loop.remove_signal_handler(number)  # a second signal ends the process at once
+    stopping.cancel()
+    echo("stopping: no new calls; what was accepted is synced")
+    await server.stop()
+    if server.replaced.done():
+        raise server.replaced.result()
 
 
 class _State:
     """Whether the node is ready. Read by the thread of the health endpoint."""
 
-    def __init__(self, server: StorageServer) -> None:
-        self._server = server
-        self.reason: str | None = "the node is starting"
-        """Why the node does not serve; None if it does."""
+    def __init__(self, wait: StartWait) -> None:
+        self._wait = wait
+        self.server: StorageServer | None = None
+        """None until the node serves."""
+        self.reason: str | None = None
+        """Why the node does not serve any more."""
 
     def verdict(self) -> Verdict:
-        if self.reason is not None:
-            return Verdict(False, self.reason)
-        load = self._server.node.load
-        fields = {"node": self._server.node.id, "ledgers": load.ledgers, "bytes": load.bytes}
+        if self.server is None or self.reason is not None:
+            return Verdict(False, self.reason or self._wait.reason or "the node is starting")
+        load = self.server.node.load
+        fields = {"node": self.server.node.id, "ledgers": load.ledgers, "bytes": load.bytes}
         if load.refuses is not None:
             return Verdict(False, f"the node takes no entries: {load.refuses}", fields)
         return Verdict(True, "", fields)

@@ -20,6 +20,7 @@ from pxrs.cli.worker_settings import STOPS, Settings
 from pxrs.metrics import instruments, table
 from pxrs.metrics.health import SILENT_S, Verdict
 from pxrs.metrics.reports import Report, Reports
+from pxrs.registry.outage import WAITING
 
 if TYPE_CHECKING:
     from pxrs.metrics.prometheus import Part
@@ -98,6 +99,8 @@ class Monitor:
 
     def __init__(self, slots: Sequence[Slot], reports: Reports) -> None:
         self._slots, self._reports = slots, reports
+        self.waiting: str | None = WAITING
+        """Why no worker is started yet; None once the trial process has succeeded."""
 
     def live(self) -> Verdict:
         """The supervisor starts a worker that dies again, but does not notice one that hangs as a whole."""
@@ -111,6 +114,8 @@ class Monitor:
 
     def ready(self) -> Verdict:
         states = self._states()
+        if self.waiting is not None:
+            return Verdict(False, self.waiting, {"workers": {str(number): state for number, state in states.items()}})
         waiting = [number for number, state in states.items() if state != "ready"]
         fields = {"workers": {str(number): state for number, state in states.items()}}
         if not waiting:

@@ -86,7 +86,7 @@ def _serve(hub: Hub, as_json: bool, metrics_listen: str | None) -> None:
     """Run until a signal comes."""
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
-    beat, ready = Beat("the loop of the command"), Readiness("no janitor is known yet")
+    beat, ready = Beat("the loop of the command"), Readiness("waiting for the registry: no janitor is known yet")
 
     def tell(text: str) -> None:
         echo(json.dumps({"metrics": text}) if as_json else text)

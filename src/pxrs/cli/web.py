@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Final
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from pxrs.cli.listening import check_listen
-from pxrs.cli.options import MaybeAt, RegistryUrl, open_hub
+from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, open_hub, reach
 from pxrs.cli.terminal import echo
-from pxrs.errors import InvalidArgument, MissingDependency
+from pxrs.errors import Closed, InvalidArgument, MissingDependency
+from pxrs.registry.outage import START_WAIT_S, StartWait
 from pxrs.waiting import wait_for_signal
 
 if TYPE_CHECKING:
@@ -47,19 +48,31 @@ def web(
         bool,
         typer.Option("--insecure", help="Listen on other addresses than loopback although everybody may read."),
     ] = False,
+    registry_wait: RegistryWait = START_WAIT_S,
 ) -> None:
     """Show a hub in a browser until Ctrl-C or SIGTERM: topics, groups, queues, streaming queries.
 
     The page changes nothing, unless it is started with --actions-token-file.
     """
     token = None if actions_token_file is None else _access().ActionToken(actions_token_file)
-    stop = threading.Event()
+    _check_listen(listen, insecure=insecure)
+    stop, wait = threading.Event(), StartWait(registry_wait, "the hub's registry or server")
+
+    def end(*_: object) -> None:
+        stop.set()
+        wait.stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with (
-        open_hub(at, registry, needs_log=at is not None) as hub,
-        _page(hub, listen, token, tuple(allow_host or ()), insecure=insecure) as url,
-    ):
+        signal.signal(number, end)
+    with ExitStack() as stack:
+        try:
+            hub = wait(lambda: stack.enter_context(open_hub(at, registry, needs_log=at is not None)))
+            wait(lambda: reach(hub))
+        except Closed:
+            if not stop.is_set():
+                raise
+            return
+        url = stack.enter_context(_page(hub, listen, token, tuple(allow_host or ()), insecure=insecure))
         echo(f"showing {hub.url} at {url}")
         wait_for_signal(stop)
 
@@ -88,6 +101,12 @@ def _page(hub: Hub, listen: str, access: Access | None, hosts: tuple[str, ...], 
     _access()
     from pxrs.web.serving import WebServer
 
+    _check_listen(listen, insecure=insecure)
+    with WebServer(hub, listen, access, hosts) as server:
+        yield server.url
+
+
+def _check_listen(listen: str, *, insecure: bool) -> None:
     try:
         check_listen(listen, is_open=not insecure)
     except InvalidArgument as error:
@@ -97,8 +116,6 @@ def _page(hub: Hub, listen: str, access: Access | None, hosts: tuple[str, ...], 
             f"{listen} can be reached from other hosts, and everybody there could read all messages: put a proxy with "
             "a login before the page, or give --insecure if the network is trusted"
         ) from None
-    with WebServer(hub, listen, access, hosts) as server:
-        yield server.url
 
 
 def _access() -> ModuleType:

@@ -10,6 +10,8 @@ What happens on failure:
 | the handler cannot be imported             | a trial process reports it before any worker is started; 2             |
 | an option, a topic, a queue or the         | shows the reason and stops the other workers as by SIGTERM; 3.         |
 | registry can never work as it is given     | `restarts.py` decides by the class of the error                        |
+| the registry cannot be reached at the      | starts the trial process again; after `--registry-wait`: 1             |
+| start                                      |                                                                        |
 | the registry cannot be reached, a worker   | starts it again, after pauses that double until the worker has run for |
 | or the trial process dies or cannot be     | `STABLE_S`. Meanwhile its partitions go to other members, and its      |
 | started                                    | queue items to other workers                                           |
@@ -46,9 +48,17 @@ import typer
 from pxrs.cli import logs
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL, exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import open_hub
+from pxrs.cli.options import RegistryWait, open_hub
 from pxrs.cli.supervised import RESTART_S, Monitor, Slot, ending, kill, spawn
-from pxrs.cli.worker_settings import EXIT_BAD_HANDLER, EXIT_CANNOT_WORK, FINAL, STOPS, Settings, tell
+from pxrs.cli.worker_settings import (
+    EXIT_BAD_HANDLER,
+    EXIT_CANNOT_WORK,
+    EXIT_UNREACHABLE,
+    FINAL,
+    STOPS,
+    Settings,
+    tell,
+)
 from pxrs.group.assign import assignor_named
 from pxrs.group.records import Keys
 from pxrs.group.timings import Timings
@@ -56,6 +66,7 @@ from pxrs.metrics.instruments import WORKER_RESTARTS
 from pxrs.metrics.reports import Reports
 from pxrs.queue.records import check_name
 from pxrs.registry.address import parse
+from pxrs.registry.outage import START_WAIT_S, WAITING
 from pxrs.wording import counted
 
 PROCESSES_MAX: Final = 1_000
@@ -141,6 +152,7 @@ def worker(
         float, typer.Option(min=0.0, help="Seconds to finish what is in hand, when stopped.")
     ] = GRACE_S_DEFAULT,
     metrics_listen: MetricsListen = None,
+    registry_wait: RegistryWait = START_WAIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
 ) -> None:
     """Handle a group's messages, or the items of a queue, in several processes, until SIGTERM or Ctrl-C; a second
@@ -174,6 +186,7 @@ def worker(
             Settings(handler, [], None, at, registry, threads, grace, given, as_json, queue=queue),
             processes,
             metrics_listen,
+            registry_wait,
         )
         return
     if not topic or group is None:
@@ -200,7 +213,10 @@ def worker(
     if until_end:
         options["until"] = "end"
     _supervise(
-        Settings(handler, topic, group, at, registry, threads, grace, options, as_json), processes, metrics_listen
+        Settings(handler, topic, group, at, registry, threads, grace, options, as_json),
+        processes,
+        metrics_listen,
+        registry_wait,
     )
 
 
@@ -212,12 +228,12 @@ def _refuse_with_queue(context: typer.Context) -> None:
             raise typer.BadParameter(f"{option} is for topics and their groups: leave it out with --queue")
 
 
-def _supervise(settings: Settings, processes: int, metrics_listen: str | None) -> None:
+def _supervise(settings: Settings, processes: int, metrics_listen: str | None, start_s: float) -> None:
     if metrics_listen is None:
-        code = Supervisor(settings, processes).run()
+        code = Supervisor(settings, processes, start_s=start_s).run()
     else:
         with closing(Reports()) as reports:
-            supervisor = Supervisor(settings, processes, reports)
+            supervisor = Supervisor(settings, processes, reports, start_s=start_s)
             monitor = supervisor.monitor(reports)
             told = functools.partial(tell, settings.as_json, "metrics")
             with monitored(metrics_listen, live=monitor.live, ready=monitor.ready, tell=told, read=monitor.parts):
@@ -229,9 +245,19 @@ def _supervise(settings: Settings, processes: int, metrics_listen: str | None) -
 class Supervisor:
     """Starts the workers, restarts those that die, and ends when all have ended. Times are of the monotonic clock."""
 
-    def __init__(self, settings: Settings, processes: int, reports: Reports | None = None) -> None:
-        """reports: where what the workers report for `--metrics-listen` goes."""
-        self._settings, self._reports = settings, reports
+    def __init__(
+        self,
+        settings: Settings,
+        processes: int,
+        reports: Reports | None = None,
+        *,
+        start_s: float = START_WAIT_S,
+    ) -> None:
+        """reports: where what the workers report for `--metrics-listen` goes. start_s: for how long the trial process
+        is started again after an error that may pass, before the command ends."""
+        self._settings, self._reports, self._start_s = settings, reports, start_s
+        self._monitor: Monitor | None = None
+        """Answers for the health of the workers; None without `--metrics-listen`."""
         self._slots = [Slot(number) for number in range(1, processes + 1)]
         self._kill_at: float | None = None
         """When the workers that still run are killed; set when the supervisor begins to stop."""
@@ -242,7 +268,8 @@ class Supervisor:
 
     def monitor(self, reports: Reports) -> Monitor:
         """Metrics and health of these workers, which report there."""
-        return Monitor(self._slots, reports)
+        self._monitor = Monitor(self._slots, reports)
+        return self._monitor
 
     def run(self) -> int:
         """Run until all workers have ended; the exit code."""
@@ -251,6 +278,7 @@ class Supervisor:
                 code = self._try(woken)
                 if code or self._kill_at is not None:
                     return code
+                self._say_waiting(None)
                 while self._start_due() or self._running():
                     self._wait(woken, self._next_moment())
                     self._reap()
@@ -265,8 +293,8 @@ class Supervisor:
         """Have a trial process import the handler and open topic, queue and registry; start it again after an error
         that may pass. Returns the exit code of the command, 0 if the workers can be started or the command was stopped.
 
-        The loop ends with an exit code or with a signal; its pauses double up to `RESTART_S[1]`."""
-        pause_s = RESTART_S[0]
+        The loop ends with an exit code, with a signal, or after `start_s`; its pauses double up to `RESTART_S[1]`."""
+        pause_s, give_up_at = RESTART_S[0], time.monotonic() + self._start_s
         while True:
             try:
                 process = spawn(replace(self._settings, is_trial=True))
@@ -283,7 +311,16 @@ class Supervisor:
                 if process.returncode in FINAL:
                     return EXIT_FINAL
                 how = ending(process.returncode)
-            text = f"the trial process {how}; starting it again in {pause_s:g} s"
+                if process.returncode == EXIT_UNREACHABLE:
+                    how = "cannot reach the registry"
+            self._say_waiting(f"{WAITING}: the trial process {how}")
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                advice = "see that the registry runs and can be reached from here, or give a longer --registry-wait"
+                self._tell("gave-up", f"the trial process {how}, for {self._start_s:g} s now; ending: {advice}")
+                return EXIT_FAILED
+            pause_s = min(pause_s, left_s)
+            text = f"the trial process {how}; starting it again in {pause_s:.3g} s"
             self._tell("not-started", text, restart_s=pause_s)
             until = time.monotonic() + pause_s
             while time.monotonic() < until:
@@ -291,6 +328,10 @@ class Supervisor:
                 if self._kill_at is not None:
                     return 0
             pause_s = min(2 * pause_s, RESTART_S[1])
+
+    def _say_waiting(self, reason: str | None) -> None:
+        if self._monitor is not None:
+            self._monitor.waiting = reason
 
     def _start_due(self) -> bool:
         """Start the workers whose `restart_at` has passed; whether any is still to be started."""

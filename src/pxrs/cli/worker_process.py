@@ -33,6 +33,7 @@ from pxrs.cli.worker_settings import (
     EXIT_FAILED,
     EXIT_NO_QUEUE,
     EXIT_PAUSED,
+    EXIT_UNREACHABLE,
     STOPS,
     Settings,
     tell,
@@ -44,6 +45,7 @@ from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 from pxrs.log.joined import JoinedSource
 from pxrs.metrics.reports import Reporter
+from pxrs.registry.outage import UNREACHABLE
 
 if TYPE_CHECKING:
     from pxrs.queue.listener import QueueListener
@@ -299,4 +301,6 @@ def _fail(settings: Settings, who: str, error: BaseException, code: int | None =
     text = f"{error_text(error)} ({kind})" if is_ours else f"it ended with {kind}: {error_text(error)}{_place(error)}"
     fields = {"error_type": kind, **_me(settings)}
     tell(settings.as_json, "failed", f"{who}{text}", traceback=traceback, **fields)
+    if settings.is_trial and isinstance(error, UNREACHABLE):
+        sys.exit(EXIT_UNREACHABLE)
     sys.exit(code or (EXIT_CANNOT_WORK if is_final(error) else EXIT_FAILED))

@@ -24,6 +24,8 @@ EXIT_NO_QUEUE: Final = 76
 """Exit code: the queue of this worker was deleted. A restart would not help."""
 EXIT_CANNOT_WORK: Final = 77
 """Exit code: a new process would fail in the same way (`restarts.py`), so the command ends."""
+EXIT_UNREACHABLE: Final = 78
+"""Exit code of the trial process: the registry, or the server, could not be reached. It is started again."""
 FINAL: Final = (EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_CANNOT_WORK)
 """The exit codes after which a worker is not started again."""
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)

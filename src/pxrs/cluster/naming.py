@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import uuid
 
 from pxrs.cluster.records import CLUSTER_ID
-from pxrs.errors import Conflict, OutcomeUnknown, RegistryCorrupt
+from pxrs.errors import Conflict, OutcomeUnknown, RegistryCorrupt, RegistryError
 from pxrs.registry.contract import ABSENT, Registry
 
 
 def cluster_id(registry: Registry) -> str:
-    """The cluster's id; creates one if the registry has none. Raises RegistryError."""
+    """The cluster's id; creates one if the registry has none. May be called again after any error: the commit expects
+    that there is no id, so the first one that lands is the cluster's id for ever. Raises RegistryError, OutcomeUnknown
+    if an id may have been created and cannot be seen yet."""
     found = known_cluster_id(registry)
-    while found is None:
+    if found is not None:
+        return found
+    unseen: RegistryError
+    try:
         made = json.dumps({"id": uuid.uuid4().hex}).encode()
-        with contextlib.suppress(Conflict, OutcomeUnknown):  # the id exists, or the outcome is unknown: read it
-            registry.commit(expect={CLUSTER_ID: ABSENT}, put={CLUSTER_ID: made})
-        found = known_cluster_id(registry)
+        registry.commit(expect={CLUSTER_ID: ABSENT}, put={CLUSTER_ID: made})
+        unseen = OutcomeUnknown("the id of the cluster was removed again while the process starts")
+    except (Conflict, OutcomeUnknown) as error:
+        unseen = error
+    found = known_cluster_id(registry)
+    if found is None:
+        raise unseen
     return found
 
 

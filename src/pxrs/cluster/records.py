@@ -220,6 +220,9 @@ class NodeRecord:
     journal_end: int = 0
     """The journal was synced at least up to this position. A disk whose journal is shorter is an older copy (C5)."""
     state: str = IN_USE
+    start: str = ""
+    """A random id of the start that wrote `starts`. The disk has it too, so a node can tell its own start from that of
+    a process on a copy of its disk. Empty if a version of pxrs without such ids wrote the record."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()

@@ -22,7 +22,6 @@ The writing side:
     records.py      the manifest in the registry, the states that it goes through, and what to do in each of them
     manifest.py     `Publisher`: commits a manifest together with the group's checkpoints, then appends the staged rows
     forgetting.py   removes what deleted topics leave
-    outage.py       repeats registry calls while the registry cannot be reached
 
 What it promises:
 

@@ -49,7 +49,6 @@ from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.outage import UNREACHABLE, PatientCalls, ride_out
 from pxrs.publishing.planning import RESTART
 from pxrs.publishing.records import (
     ROUTED,
@@ -73,6 +72,7 @@ from pxrs.publishing.staging.contract import Staging
 from pxrs.publishing.staging.files import query_of_writer
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.identity import fingerprint
+from pxrs.registry.outage import UNREACHABLE, PatientCalls, ride_out
 
 _logger = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Home
 from pxrs.group.timings import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, Timings
 from pxrs.log.contract import Source
-from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.publishing.selection import FROM_START, Boundary
 from pxrs.registry.contract import Registry
 from pxrs.registry.identity import fingerprint
+from pxrs.registry.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.forgetting import forget_deleted_topics
 from pxrs.publishing.manifest import PATIENCE_S, Find, Publisher
-from pxrs.publishing.outage import UNREACHABLE, ride_out
 from pxrs.publishing.records import Part
+from pxrs.registry.outage import UNREACHABLE, ride_out
 from pxrs.spark.options import WriteOptions
 from pxrs.spark.place import staging_at
 from pxrs.topics import TopicHandle

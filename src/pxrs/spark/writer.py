@@ -26,10 +26,10 @@ from pxrs.log.contract import Log
 from pxrs.model import Topic, refuse_internal
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import JOB
-from pxrs.publishing.outage import UNREACHABLE, with_advice
 from pxrs.publishing.records import Part
 from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
+from pxrs.registry.outage import UNREACHABLE, with_advice
 from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import WriteOptions

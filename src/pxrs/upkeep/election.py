@@ -31,7 +31,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from pxrs import disk
-from pxrs.errors import Closed, Conflict, LeaseExpired, LogNotWritable, OutcomeUnknown, PxrsError
+from pxrs.errors import (
+    Closed,
+    Conflict,
+    LeaseExpired,
+    LogNotWritable,
+    OutcomeUnknown,
+    PxrsError,
+    RegistryUnavailable,
+)
 from pxrs.hub_parts import HubParts
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
@@ -115,8 +123,11 @@ class Election:
             return Standing(Role.ELECTED if is_janitor else Role.CANDIDATE)
         except Closed:
             raise
-        except PxrsError as raised:  # the outcome of a claim may be unknown; without its lease the claim has no effect
-            self.resign()
+        except PxrsError as raised:
+            # A read that failed says nothing about the claim: it is kept while its lease lives, which keeps all others
+            # from being elected. The outcome of a claim may be unknown; without its lease it has no effect.
+            if not (isinstance(raised, RegistryUnavailable) and self._held is not None and self._held.lease.alive):
+                self.resign()
             return Standing(Role.APART, str(raised), raised)
 
     def _keys(self) -> UpkeepKeys | None:

@@ -22,7 +22,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pxrs.errors import Closed, HubMoved, PxrsError, UsedAfterFork, WrongRegistry
+from pxrs.errors import (
+    Closed,
+    HubMoved,
+    OutcomeUnknown,
+    PxrsError,
+    RegistryUnavailable,
+    UsedAfterFork,
+    WrongRegistry,
+)
 from pxrs.hub_parts import HubParts
 from pxrs.limited_log import Outage
 from pxrs.metrics.instruments import UPKEEP_ERRORS, UPKEEP_ROUND, UPKEEP_ROUNDS
@@ -39,6 +47,8 @@ CLOSE_S: Final = 10.0
 """How long `close` waits for the step that the thread is in. The step then ends with the error Closed."""
 REPORT_S: Final = 15.0
 """How often the janitor writes a report, unless the errors have changed: rounds may follow each other fast."""
+AGAIN_S: Final = 0.5
+"""How long after a look that could not reach the registry the next one begins."""
 _ELECTION: Final = "electing a janitor"
 """The subject under which failures of the election are logged."""
 
@@ -250,13 +260,16 @@ class Janitor:
         now = self._clock.now()
         if standing.role.duties == "none":
             return now + LOOK_S
+        is_held_up = isinstance(standing.error, RegistryUnavailable | OutcomeUnknown)
         topics = self._parts.log.topics()
         due, with_others = schedule.due_topics(topics, now), schedule.others_are_due(now)
         if due or with_others:
             self._forget_outages(topics)
             self._run(due, standing, with_others=with_others)
         # Wait at least ROUND_S_MIN, even if this round took longer than the shortest interval.
-        return max(schedule.next_look_at(now), self._clock.now() + ROUND_S_MIN)
+        # While the registry cannot be reached, look often, so that the janitor is back soon after the registry is.
+        until = min(schedule.next_look_at(now), now + AGAIN_S) if is_held_up else schedule.next_look_at(now)
+        return max(until, self._clock.now() + ROUND_S_MIN)
 
     def _look(self) -> Standing:
         """Under `_round`: which role this hub has now."""

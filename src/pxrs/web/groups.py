@@ -28,7 +28,7 @@ from pxrs.log.numbering import TopicPartition
 from pxrs.registry.contract import Entry, Registry
 from pxrs.sources.catalog import PREFIX, Catalog, RegisteredSource
 from pxrs.web.topics import TopicBook
-from pxrs.web.watching import Watching, watch
+from pxrs.web.watching import LateWatch, Watching, watch
 
 ROOT: Final = "groups/"
 LIST_S: Final = 60.0
@@ -44,14 +44,18 @@ class SourceBook:
     """The registered sources, read again after a change. It is the `Sources` that descriptions are made with."""
 
     def __init__(self, registry: Registry) -> None:
-        self._watch = watch(registry, PREFIX)
+        self._watch = LateWatch(registry, PREFIX)
         self._catalog = Catalog(registry)
         self._records: Sequence[RegisteredSource] | None = None
+        self._is_due = True
+        """The sources have changed since they were last read, or the last try to read them failed."""
         self.changes = 0
 
     def refresh(self) -> None:
-        if self._watch.wait(0) or self._records is None:
+        self._is_due = self._watch.wait(0) or self._is_due
+        if self._is_due:
             self._records = self._catalog.records()
+            self._is_due = False
             self.changes += 1
 
     def records(self) -> Sequence[RegisteredSource]:
@@ -123,11 +127,15 @@ class GroupBook:
 
     def __init__(self, registry: Registry, topics: TopicBook, home: Callable[[], Home | None]) -> None:
         self._registry, self._topics, self._home = registry, topics, home
-        self._watch = watch(registry, ROOT)
+        self._watch = LateWatch(registry, ROOT)
         self.sources = SourceBook(registry)
         self.by_name: dict[str, WatchedGroup] = {}
         self._list_again = 0.0
         self._is_first = True
+        self._is_due = False
+        """Some group has changed, and the changes were not all read since: the last try failed."""
+        self._due: dict[str, None] = {}
+        """The groups among them, in the order in which they were found."""
 
     def there(self) -> list[tuple[str, WatchedGroup]]:
         """The groups that have members or checkpoints, in the order of their names."""
@@ -142,15 +150,18 @@ class GroupBook:
 
     def refresh(self, now: float) -> None:
         self.sources.refresh()
+        self._is_due = self._watch.wait(0) or self._is_due
         if self._is_first:
             self._read_all(now)
-            self._is_first = False
-        elif self._watch.wait(0):
-            changed = [name for name, each in self.by_name.items() if self._has_changed(each, now)]
-            if not changed or now >= self._list_again:
+            self._is_first = self._is_due = False
+        elif self._is_due:
+            self._due |= {name: None for name, each in self.by_name.items() if self._has_changed(each, now)}
+            if not self._due or now >= self._list_again:
                 self._list(now)
-            for name in changed:
+            for name in list(self._due):
                 self._read(name, now)
+                del self._due[name]
+            self._is_due = False
         for each in self.by_name.values():
             if each.state.is_there:
                 each.describe(self._topics, self.sources, now)
@@ -188,7 +199,7 @@ class GroupBook:
         """Read every group by two scans: the first tells their names, and the second is made once each group has its
         watch, so that no change after it is missed (R2)."""
         for name in dict.fromkeys(entry.key.split("/")[1] for entry in self._registry.scan(ROOT)):
-            if GROUP_NAME.fullmatch(name):
+            if GROUP_NAME.fullmatch(name) and name not in self.by_name:  # an earlier try may have failed midway
                 self._add(name)
         by_group: dict[str, list[Entry]] = defaultdict(list)
         for entry in self._registry.scan(ROOT):
@@ -201,14 +212,16 @@ class GroupBook:
 
     def _list(self, now: float) -> None:
         """Find new groups: skip from the first key of one group to the next group; '0' is the character after '/'."""
-        self._list_again = now + LIST_S
         after = None
         while entries := self._registry.scan(ROOT, after, 1):
             name = entries[0].key.split("/")[1]
             after = f"{ROOT}{name}0"
             if name not in self.by_name and GROUP_NAME.fullmatch(name):
                 self._add(name)
+                self._due[name] = None
                 self._read(name, now)
+                del self._due[name]
+        self._list_again = now + LIST_S
 
     def _add(self, name: str) -> None:
         handle = GroupHandle(self._registry, name, self._topics, (), self._home, self.sources)

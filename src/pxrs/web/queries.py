@@ -14,7 +14,7 @@ from typing import Final
 from pxrs.errors import RegistryCorrupt
 from pxrs.publishing.records import APP, MANIFESTS, Manifest, parts_of, query_of
 from pxrs.registry.contract import Registry
-from pxrs.web.watching import watch
+from pxrs.web.watching import LateWatch
 
 BATCHES_MAX: Final = 60
 DEAD_LETTERS: Final = ".dead-letters"
@@ -69,15 +69,16 @@ class QueryBook:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._watch = watch(registry, MANIFESTS)
+        self._watch = LateWatch(registry, MANIFESTS)
         self.by_key: dict[str, SeenQuery] = {}
         self.problems: list[str] = []
-        self._is_first = True
+        self._is_due = True
+        """The manifests have changed since they were last read, or the last try to read them failed."""
 
     def refresh(self, now: float) -> None:
-        if not self._watch.wait(0) and not self._is_first:
+        self._is_due = self._watch.wait(0) or self._is_due
+        if not self._is_due:
             return
-        self._is_first = False
         found: dict[str, SeenQuery] = {}
         self.problems = []
         for entry in self._registry.scan(MANIFESTS):
@@ -90,7 +91,7 @@ class QueryBook:
                 found[entry.key] = query
             except (RegistryCorrupt, ValueError, AttributeError) as error:
                 self.problems.append(f"{entry.key}: {error}")
-        self.by_key = found
+        self.by_key, self._is_due = found, False
 
     def close(self) -> None:
         self._watch.close()

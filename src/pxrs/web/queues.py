@@ -19,7 +19,7 @@ from pxrs.queue.items import Item
 from pxrs.queue.records import QUEUES, Queue, Record, taker_in, time_in
 from pxrs.queue.states import ItemState
 from pxrs.registry.contract import Entry, Registry
-from pxrs.web.watching import Watching, watch
+from pxrs.web.watching import LateWatch, Watching, watch
 
 COUNT_MAX: Final = 5_000
 PAGE_ITEMS: Final = 500
@@ -60,8 +60,8 @@ class WatchedQueue:
         self.is_changed = self.watch.wait(0) or self.is_changed
         if self.is_changed and now >= self.look_again:
             began = time.monotonic()
-            self.is_changed = False
             self._count(registry)
+            self.is_changed = False
             self.look_again = now + max(LOOK_S, (time.monotonic() - began) / SHARE)
         self.samples.append((now, self._came, self._gone))
         while len(self.samples) > 2 and self.samples[1][0] < now - RATE_S:
@@ -103,16 +103,18 @@ class QueueBook:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._watch = watch(registry, QUEUES)
+        self._watch = LateWatch(registry, QUEUES)
         self.by_name: dict[str, WatchedQueue] = {}
         self.problems: list[str] = []
         """The queues whose settings are damaged."""
-        self._is_first = True
+        self._is_due = True
+        """The list has changed since it was last read, or the last try to read it failed."""
 
     def refresh(self, now: float) -> None:
-        if self._watch.wait(0) or self._is_first:
-            self._is_first = False
+        self._is_due = self._watch.wait(0) or self._is_due
+        if self._is_due:
             self._read_list()
+            self._is_due = False
         for each in self.by_name.values():
             each.look(self._registry, now)
 

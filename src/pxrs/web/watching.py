@@ -2,6 +2,9 @@
 
 A server permits a watch of all groups or queues to those alone who may read all of them. A page with fewer permissions
 looks again every `LOOK_S` instead: a scan shows it what it may see.
+
+A book that is made while the registry cannot be reached opens its watch when it is first refreshed (`LateWatch`), so
+that an outage at the start is a problem that the page shows, and not the end of the process.
 """
 
 from __future__ import annotations
@@ -39,6 +42,25 @@ class Periodic:
 
     def close(self) -> None:
         pass
+
+
+class LateWatch:
+    """A watch that the first `wait` opens."""
+
+    def __init__(self, registry: Registry, prefix: str) -> None:
+        self._registry, self._prefix = registry, prefix
+        self._watch: Watching | None = None
+
+    def wait(self, timeout: float) -> bool:
+        """True after it was opened: what was read before may be old. Raises what the registry raises."""
+        if self._watch is None:
+            self._watch = watch(self._registry, self._prefix)
+            return True
+        return self._watch.wait(timeout)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
 
 def watch(registry: Registry, prefix: str) -> Watching:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pxrs.publishing import outage
 from pxrs.publishing.staging import appends
+from pxrs.registry import outage
 from tests.integration.publishing.driver import SEED, SOAK, Place, Places
 
 

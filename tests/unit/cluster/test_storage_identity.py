@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import queue
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pxrs import disk
 from pxrs import registry as registries
 from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import CLUSTER_ID, RETIRED, NodeRecord, alive_key, node_key
@@ -23,12 +26,14 @@ from pxrs.errors import (
     ClusterError,
     InvalidArgument,
     NodeFormatUnsupported,
+    NodeFull,
     OutcomeUnknown,
     PxrsError,
     RegistryUnavailable,
 )
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.outage import StartWait
 from tests.unit.cluster.stored import add, entry, fast_folder, stored
 
 
@@ -45,8 +50,8 @@ def registry() -> Iterator[Registry]:
 
 
 @contextmanager
-def started(folder: Path, registry: Registry) -> Iterator[Started]:
-    found = start(folder, registry, "127.0.0.1:1", NodeSettings(free_bytes_min=1))
+def started(folder: Path, registry: Registry, wait: StartWait | None = None) -> Iterator[Started]:
+    found = start(folder, registry, "127.0.0.1:1", NodeSettings(free_bytes_min=1), wait=wait)
     try:
         yield found
     finally:
@@ -126,7 +131,7 @@ def test_a_start_that_died_between_disk_and_registry_is_the_same_node(
             raise RegistryUnavailable("died")
 
         patch.setattr(registry, "commit", fail)
-        with pytest.raises(RegistryUnavailable), started(folder, registry):
+        with pytest.raises(RegistryUnavailable), started(folder, registry, StartWait(0)):
             pass
     assert json.loads((folder / "node.json").read_text())["starts"] == 2
     assert record_of(registry, node).starts == 1
@@ -150,6 +155,124 @@ def test_a_lost_reply_to_the_registration_is_resolved(
     monkeypatch.setattr(registry, "commit", lossy)
     with started(folder, registry) as found:
         assert (found.node.id, found.starts) == (node, 2)
+
+
+class Held:
+    """Keeps back the next commit of a registry, whose sender is told that the outcome is unknown."""
+
+    def __init__(self, registry: Registry, patch: pytest.MonkeyPatch) -> None:
+        self._commit = registry.commit
+        self._held: tuple[Any, Any] | None = None
+        self.before: Callable[[], None] = lambda: None
+        """Called before each further commit."""
+        patch.setattr(registry, "commit", self._take)
+
+    def _take(self, *arguments: Any, **named: Any) -> dict[str, int]:
+        if self._held is None:
+            self._held = arguments, named
+            raise OutcomeUnknown("no reply")
+        self.before()
+        return self._commit(*arguments, **named)
+
+    def land(self) -> None:
+        """The commit reaches the registry after all."""
+        assert self._held is not None
+        self.before = lambda: None
+        self._commit(*self._held[0], **self._held[1])
+
+
+def give_up(folder: Path, registry: Registry) -> None:
+    """A start that ends because its wait for the registry is over."""
+    with pytest.raises((OutcomeUnknown, RegistryUnavailable)), started(folder, registry, StartWait(0)):
+        pass
+
+
+def test_c5_a_start_that_lands_after_its_process_gave_up_leaves_the_same_node(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    held = Held(registry, monkeypatch)
+    give_up(folder, registry)
+    held.land()
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, stored(found.node)) == (node, 3, [0])
+
+
+def test_c5_a_start_that_lands_while_the_next_one_is_made_leaves_the_same_node(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    held = Held(registry, monkeypatch)
+    give_up(folder, registry)
+    held.before = held.land
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, stored(found.node)) == (node, 3, [0])
+    assert not list(folder.glob("aside-*"))
+
+
+def test_c5_a_copy_whose_start_was_never_recorded_does_not_pass_for_the_node_that_was_started_since(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    with monkeypatch.context() as patch:
+
+        def fail(*arguments: object, **named: object) -> None:
+            raise RegistryUnavailable("died")
+
+        patch.setattr(registry, "commit", fail)
+        give_up(copy, registry)
+    with started(folder, registry) as found:
+        assert add(found.node, entry(1)) == [None]
+    assert json.loads((copy / "node.json").read_text())["starts"] == record_of(registry, node).starts
+    with started(copy, registry) as found:
+        assert found.node.id != node
+        assert stored(found.node) == []
+
+
+def test_c5_a_node_that_is_retired_while_the_reply_to_its_start_is_lost_stays_itself(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    held = Held(registry, monkeypatch)
+
+    def land_and_retire() -> None:
+        held.land()
+        held._commit(put={node_key(node): replace(record_of(registry, node), state=RETIRED).dump()})
+
+    held.before = land_and_retire
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, stored(found.node)) == (node, 2, [0])
+    assert record_of(registry, node).state == RETIRED
+
+
+def test_a_disk_that_cannot_be_written_to_starts_read_only_and_records_nothing(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    before = record_of(registry, node)
+    with monkeypatch.context() as patch:
+
+        def full(*arguments: object, **named: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(disk, "replace_file", full)
+        with started(folder, registry) as found:
+            assert (found.node.id, found.starts, found.is_read_only) == (node, 1, True)
+            assert stored(found.node) == [0]
+            assert "the disk is full" in str(found.node.refuses)
+            assert [type(each) for each in add(found.node, entry(1))] == [NodeFull]
+            with pytest.raises(NodeFull):
+                found.node.fence(entry(0).ledger, 1)
+            found.node.look_at_room()
+            assert stored(found.node) == [0]
+        with pytest.raises(OSError, match="No space left"), started(folder.with_name("new"), registry):
+            pass  # an empty directory has nothing to serve
+    assert record_of(registry, node) == before
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, found.is_read_only) == (node, 2, False)
+        assert add(found.node, entry(1)) == [None]
 
 
 def test_a_disk_of_another_cluster_is_a_new_node(folder: Path, registry: Registry) -> None:

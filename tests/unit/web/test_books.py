@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 import pxrs
-from pxrs.errors import NotPermitted
+from pxrs.errors import NotPermitted, RegistryUnavailable
 from pxrs.group.records import Checkpoint, Keys
-from pxrs.registry import Watch
+from pxrs.hub import Hub
+from pxrs.log.memory import MemoryLog
+from pxrs.registry import Entry, Watch
+from pxrs.registry.memory import MemoryRegistry, MemoryStore
+from pxrs.testing.hooked import FaultyRegistry
 from pxrs.testing.many_groups import add_group, counted_calls, fill
 from pxrs.testing.waiting import eventually
 from pxrs.web import groups, views, watching
@@ -147,6 +151,44 @@ def test_without_permission_for_watches_the_page_looks_every_few_seconds(
     monkeypatch.setattr(observer.groups, "_list_again", 0.0)
     assert set(look(observer)) == {"mail", "new"}
     observer.close()
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_request_that_fails_is_made_again_at_the_next_refresh_and_the_page_is_made_during_an_outage(at: int) -> None:
+    store = MemoryStore()
+    registry = FaultyRegistry(store, at)
+    registry.is_counting = False
+    with Hub(MemoryLog(), registry) as hub, MemoryRegistry(store) as other:
+        hub.create_topic("orders", 4)
+        registry.is_counting = True
+        add_group(other, "billing", hub.topics())
+        observer = Observer(hub)
+        look(observer)
+        assert observer.problem is not None
+        assert look(observer) == {"billing": (1, 4, 0)}
+        assert observer.problem is None
+        observer.close()
+
+
+def test_a_change_is_read_at_the_next_refresh_if_reading_it_fails(
+    hub: pxrs.Hub, observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look(observer)
+    write(hub, "mail", 1)
+    hub.create_queue("mails").put(b"x")
+    with monkeypatch.context() as patch:
+
+        def away(*arguments: object) -> list[Entry]:
+            raise RegistryUnavailable("no answer")
+
+        patch.setattr(hub.registry, "_scan", away)
+        look(observer)
+        assert "no answer" in str(observer.problem)
+    with hub.producer("orders") as out:
+        out.send(b"x", partition=0)
+    assert look(observer) == {"billing": (1, 4, 1), "mail": (1, 4, 0)}
+    assert [each.name for each in (queue.queue for queue in observer.queues.by_name.values())] == ["mails"]
+    assert observer.problem is None
 
 
 def test_a_hub_without_a_directory_has_queues_and_no_events(tmp_path: Path) -> None:

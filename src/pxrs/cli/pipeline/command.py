@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,9 +12,11 @@ import typer
 import pxrs
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import MetricsListen, refuse_metrics
+from pxrs.cli.options import RegistryWait
 from pxrs.cli.terminal import echo, error_text, is_terminal, tell_error
-from pxrs.errors import InvalidPipeline, PipelineFailed, TopicExists
+from pxrs.errors import Closed, InvalidPipeline, PipelineFailed, TopicExists
 from pxrs.registry.address import parse
+from pxrs.registry.outage import START_WAIT_S, StartWait
 
 app = typer.Typer(no_args_is_help=True)
 EXIT_BAD_FILE: Final = 2
@@ -58,6 +60,7 @@ def run(
     create_topics: Annotated[bool, typer.Option("--create-topics", help="Create the topics that are missing.")] = False,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish the current batch when stopped.")] = 60.0,
     metrics_listen: MetricsListen = None,
+    registry_wait: RegistryWait = START_WAIT_S,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print what Spark logs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
 ) -> None:
@@ -88,23 +91,35 @@ def run(
     if checkpoints is None and is_server(address.url):
         raise typer.BadParameter("the hub is behind a server: say where Spark keeps its checkpoints, --checkpoints DIR")
     folder = (checkpoints or Path(address.url, "pipelines")).absolute()
-    health = Health(as_json)
+    wait = StartWait(registry_wait, "the hub's registry or server")
+    health = Health(as_json, wait)
+
+    def check(hub: pxrs.Hub) -> None:
+        """Before Spark starts, which takes seconds; each query would check it again. May be called again."""
+        check_sources(hub, pipelines)
+        if create_topics:
+            for topic in missing_topics(hub, pipelines):
+                # A topic that another process has created since is used as it is, whatever its settings are.
+                with suppress(TopicExists):
+                    hub.create_topic(topic)
+        check_topics(hub, pipelines)
+        if not history:
+            hub.check_registry()
+
     try:
         pipelines = chosen(load(file), names or [])
-        with (
-            pxrs.open(address.url, registry) as hub,
-            nullcontext() if history else Signals() as signals,
-            health.answered(metrics_listen),
-        ):
-            check_sources(hub, pipelines)
-            if create_topics:
-                for topic in missing_topics(hub, pipelines):
-                    # A topic that another process has created since is used as it is, whatever its settings are.
-                    with suppress(TopicExists):
-                        hub.create_topic(topic)
-            check_topics(hub, pipelines)
-            if not history:
-                hub.check_registry()  # before Spark starts, which takes seconds; each query would check it again
+        with ExitStack() as stack:
+            hubs = stack.enter_context(ExitStack())
+            signals = None if history else stack.enter_context(Signals(wait.stop))
+            stack.enter_context(health.answered(metrics_listen))
+            try:
+                hub = wait(lambda: hubs.enter_context(pxrs.open(address.url, registry)))
+                wait(lambda: check(hub))
+            except Closed:
+                if signals is None or not signals.received:
+                    raise
+                return
+            health.begin()
             if is_terminal() and not as_json:
                 echo("starting Spark, which takes some seconds")
             with spark_session(file, master, _settings(conf or []), None if verbose else folder) as spark:

@@ -8,6 +8,7 @@ from typing import Final
 from pxrs.cli.monitoring import monitored
 from pxrs.cli.pipeline.progress import tell_event
 from pxrs.metrics.health import Beat, Readiness, Verdict
+from pxrs.registry.outage import WAITING, StartWait
 from pxrs.spark.run import Run
 
 SILENT_S: Final = 180.0
@@ -16,14 +17,26 @@ hangs."""
 
 
 class Health:
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
+    def __init__(self, as_json: bool, wait: StartWait) -> None:
+        self._as_json, self._wait = as_json, wait
         self._beat = Beat("the loop that looks at the queries", SILENT_S)
         self._ready = Readiness("Spark is starting")
+        self._is_waiting = True
 
     def answered(self, listen: str | None) -> AbstractContextManager[None]:
         """Answer over HTTP for the block."""
-        return monitored(listen, live=self._beat.verdict, ready=self._ready.verdict, tell=self._tell)
+        return monitored(listen, live=self._live, ready=self._verdict, tell=self._tell)
+
+    def begin(self) -> None:
+        """The registry has answered, and Spark is being started."""
+        self._beat.beat()
+        self._is_waiting = False
+
+    def _live(self) -> Verdict:
+        return Verdict(True) if self._is_waiting else self._beat.verdict()
+
+    def _verdict(self) -> Verdict:
+        return Verdict(False, self._wait.reason or WAITING) if self._is_waiting else self._ready.verdict()
 
     def update(self, running: Run) -> None:
         """Called each time the command has looked at the queries."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import select
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Final
@@ -16,7 +17,9 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 class Signals:
     """A context manager: within it, SIGTERM and SIGINT are kept in `received` until `wait` returns them."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_signal: Callable[[], None] = lambda: None) -> None:
+        """on_signal: called by the signal handler, so it must not wait for a lock."""
+        self._on_signal = on_signal
         self.received: list[int] = []
         self.count = 0
         """How many signals `wait` has returned."""
@@ -47,6 +50,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
+        self._on_signal()
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(-1)

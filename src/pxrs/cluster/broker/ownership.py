@@ -50,8 +50,6 @@ _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
 """Interval at which the thread compares although nothing has changed."""
-JOIN_TRIES_MAX: Final = 20
-"""How often a starting broker takes a new lease because the last one expired before its record was written."""
 CLAIM_S: Final = 2.0
 """How long a partition may have no owner before any broker claims it, not only the least loaded one."""
 RETRY_S: Final = 0.5
@@ -82,21 +80,10 @@ class Ownership:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Join the cluster, then begin to claim partitions. Raises what the registry raises."""
-        self._join()
+        """Begin to claim partitions. The broker has joined the cluster (`Membership.join`)."""
         self._broker.news.record("broker.joined", **self._broker.membership.named())
         BROKER_PARTITIONS.watch(self, _states)
         self._thread = start_thread(self._run, "pxrs-ownership")
-
-    def _join(self) -> None:
-        for left in reversed(range(JOIN_TRIES_MAX)):
-            try:
-                self._broker.membership.join()
-                return
-            except LeaseExpired as error:  # the registry was slower than the TTL of the lease
-                if not left:
-                    raise
-                _logger.warning("the broker could not join the cluster, trying again: %s", error)
 
     def owned(self, topic_id: str, partition: int) -> OwnedPartition | None:
         return self._owned.get((topic_id, partition))

@@ -25,6 +25,7 @@ from pxrs.cluster.links import LinkSettings
 from pxrs.cluster.naming import cluster_id
 from pxrs.hub import Hub
 from pxrs.registry.contract import Registry
+from pxrs.registry.outage import StartWait
 from pxrs.remote.client.routes import Peers
 from pxrs.remote.client.settings import Settings
 
@@ -47,12 +48,19 @@ class RunningBroker:
         peers: Settings | None = None,
         lease_ttl: float = LEASE_TTL_DEFAULT,
         clock: Clock = SYSTEM,
+        wait: StartWait | None = None,
     ) -> None:
-        """links, peers: the timeouts, tokens and TLS settings for storage nodes and for other brokers."""
+        """links, peers: the timeouts, tokens and TLS settings for storage nodes and for other brokers. wait: for how
+        long the constructor and `join` wait for the registry."""
         settings, links = settings or BrokerSettings(), links or LinkSettings()
-        self._cluster = cluster_id(registry)
-        self._view = View(registry)
-        self._view.start()
+        self._wait = wait = wait or StartWait()
+        self._cluster = wait(lambda: cluster_id(registry))
+        self._view = wait(lambda: View(registry))
+        try:
+            wait(self._view.start)
+        except BaseException:
+            self._view.close()
+            raise
         self._links = NodeLinks(registry, self._view, links)
         self._crew = ToldPool(CREW_MAX, "pxrs-broker")
         self._rollers = ToldPool(settings.openings_max, "pxrs-rolling")
@@ -87,8 +95,9 @@ class RunningBroker:
 
     def join(self, address: str) -> None:
         """Join the cluster and begin to claim partitions. address: host and port under which others reach this
-        broker."""
+        broker. Raises what the registry raises, once the wait for it is over."""
         self._membership.address = address
+        self._wait(self._membership.join)
         self.ownership.start()
         self.repairs.start()
 

@@ -23,11 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from pxrs.cluster.ledgers import EntryHead, LedgerName
 from pxrs.cluster.records import NodeRecord
 from pxrs.errors import ClusterError, EntryDiffers, LedgerFenced, LedgerRemoved
+
+TRIES_KEPT: Final = 16
+"""How many ids of starts a disk keeps (`Cookie.tries`). A start that is not recorded waits for minutes before it ends,
+so the commit of one that is dropped from the list can no longer land."""
 
 
 class StoreItem(NamedTuple):
@@ -338,6 +342,11 @@ class Cookie(NamedTuple):
     node: str
     cluster: str
     starts: int
+    tries: tuple[str, ...] = ()
+    """The ids of the starts that have tried to record `starts` in the registry, the last one at the end. At most one of
+    them has succeeded. Empty if an earlier version of pxrs wrote the file."""
+    before: str = ""
+    """The id of the start that the registry had recorded when the first of `tries` was made."""
 
 
 class Start(NamedTuple):
@@ -362,6 +371,11 @@ def decide_start(
     fences that the node has acknowledged. Such a disk, and an empty one, must not answer "no such entry" with the old
     id. A retired node keeps its id, because its copies are needed until other nodes have them.
 
+    The counter alone does not tell whose start the registry has recorded. The reply to that commit may be lost, and the
+    commit may land after its process has given up, so the disk keeps the ids of its own starts: the registry must have
+    recorded one of `tries`, or still `before`. If it has recorded another one, a process on a copy of this disk was
+    faster, and this disk lacks what that one has acknowledged.
+
     A copy of the disk that was made after the last start, and after the end of the journal was last recorded, cannot be
     distinguished from the original."""
     why = ""
@@ -374,8 +388,30 @@ def decide_start(
     elif cookie.starts not in (registered.starts, registered.starts + 1):
         older = "the disk" if cookie.starts < registered.starts else "the registry"
         why = f"the disk counts {cookie.starts} starts and the registry {registered.starts}: {older} is an older copy"
+    elif not _is_own_start(cookie, registered):
+        why = f"start {registered.starts} was made on another copy of the disk: this disk is an older copy"
     elif journal_end < registered.journal_end:
         why = f"the journal ends at {journal_end:,} and had {registered.journal_end:,} bytes: it is an older copy"
     if why or cookie is None or registered is None:
         return Start(new_node, 1, True, why)
     return Start(cookie.node, registered.starts + 1, False, "")
+
+
+def _is_own_start(cookie: Cookie, registered: NodeRecord) -> bool:
+    """Whether the start that the registry has recorded was made on this disk; True if the ids are not known."""
+    if not registered.start or not cookie.tries:
+        return True
+    if cookie.starts == registered.starts:
+        return registered.start in cookie.tries
+    return cookie.before in ("", registered.start)
+
+
+def next_cookie(
+    cookie: Cookie | None, registered: NodeRecord | None, decided: Start, cluster: str, tried: str
+) -> Cookie:
+    """What the disk says before the start with the id `tried` is recorded in the registry."""
+    tries: tuple[str, ...] = ()
+    if cookie is not None and not decided.is_new and cookie.starts == decided.starts:
+        tries = cookie.tries  # of starts that ended before they knew whether they were recorded: they may land yet
+    before = "" if registered is None or decided.is_new else registered.start
+    return Cookie(decided.node, cluster, decided.starts, (*tries, tried)[-TRIES_KEPT:], before)

@@ -10,12 +10,31 @@ A start first raises the counter of starts on the disk, synced, and then in the 
 that finds a higher counter in the registry than its own stops: another process has started as this node
 (`registration`).
 
+    what the commit in the registry answers     what the start does
+    done                                        serve
+    registry unreachable, outcome unknown       repeat the same commit, for as long as `wait` allows
+    Conflict, and the record has our `start`    an earlier try has landed: serve
+    Conflict, and the record has an id of       begin again: an earlier start of this disk has landed late, or somebody
+    `tries` or `before`                         has changed the record's `state`
+    Conflict, and the record has another id     end: a process on a copy of this disk was faster. The next start finds
+                                                an older copy
+    the wait is over                            end. The disk keeps the id of this start in `tries`: if the commit lands
+                                                later, the next start knows it as its own
+
+If the disk is so full that the counter cannot be written, the node of the directory starts read-only: it raises the
+counter nowhere, and serves what it has under the number of its last start. It acknowledges nothing, neither adds nor
+fences, so no copy of the disk can lack what it has acknowledged under that number. Its key among the live nodes makes
+other processes on copies of the directory wait, as that of any node does. When there is room, it starts again as it
+should (`running`).
+
 A copy of the directory of a running node has the right counter, and lacks what the node has acknowledged since. So
 before a start raises the counter, it waits until no process at another address is alive as this node.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -29,12 +48,13 @@ from typing import Final, NamedTuple
 from pxrs import disk
 from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import IN_USE, AliveNode, NodeRecord, alive_key, checked_id, node_key
-from pxrs.cluster.storage.core import Cookie, Start, decide_start
+from pxrs.cluster.storage.core import Cookie, Start, decide_start, next_cookie
 from pxrs.cluster.storage.format import FORMAT
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
-from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported, OutcomeUnknown
+from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported
 from pxrs.log.directory.segments.files import segment_bases
 from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.registry.outage import StartWait
 
 _logger = logging.getLogger(__name__)
 
@@ -47,6 +67,8 @@ TRIES_MAX: Final = 5
 ALIVE_S_MAX: Final = 30.0
 """How long a start waits for the end of the lease of another process that is alive as the same node."""
 _LOOK_S: Final = 1.0
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that is full."""
 
 
 class Started(NamedTuple):
@@ -56,6 +78,8 @@ class Started(NamedTuple):
     cluster: str
     starts: int
     directory: Directory
+    is_read_only: bool = False
+    """The disk is full, and this start is not recorded: `starts` is the number of the last one that is."""
 
 
 class Directory:
@@ -94,7 +118,13 @@ class Directory:
             found = json.loads((self.path / COOKIE).read_bytes())
             number, cookie = int(found["format"]), None
             if number == FORMAT:
-                cookie = Cookie(checked_id(str(found["node"])), str(found["cluster"]), int(found["starts"]))
+                cookie = Cookie(
+                    checked_id(str(found["node"])),
+                    str(found["cluster"]),
+                    int(found["starts"]),
+                    tuple(str(each) for each in found.get("tries", ())),
+                    str(found.get("before", "")),
+                )
         except FileNotFoundError:
             return None
         except (KeyError, TypeError, ValueError) as error:
@@ -136,30 +166,48 @@ def start(
     address: str,
     settings: NodeSettings | None = None,
     alive_s_max: float = ALIVE_S_MAX,
+    wait: StartWait | None = None,
 ) -> Started:
     """Start the node of this directory, or a node with a new id if `decide_start` does not accept the directory. The
     caller closes the node, then the directory.
 
-    address: where brokers reach the node. alive_s_max: see ALIVE_S_MAX. Raises NodeFormatUnsupported, InvalidArgument,
-    ClusterError if another process is alive as this node, RegistryError, OSError."""
+    address: where brokers reach the node. alive_s_max: see ALIVE_S_MAX. wait: for how long the registry is waited for.
+    Raises NodeFormatUnsupported, InvalidArgument, ClusterError if another process is alive as this node, RegistryError,
+    OSError."""
+    wait = wait or StartWait()
     directory = Directory(path)
     try:
-        cookie = directory.cookie()
-        if cookie is not None:
-            _wait_for_other(registry, cookie.node, address, directory, alive_s_max)
-        return _start(directory, registry, address, settings)
+        for left in reversed(range(TRIES_MAX)):
+            cookie = directory.cookie()
+            if cookie is not None:
+                _wait_for_other(registry, cookie.node, address, directory, alive_s_max, wait)
+            try:
+                return _start(directory, registry, address, settings, wait)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                return _start_read_only(directory, registry, settings, wait, error)
+            except Conflict as error:
+                if not left or not _is_own(directory, registry, wait):
+                    raise
+                _logger.warning("another process has changed the record of this node; deciding anew: %s", error)
+        raise AssertionError("the last try returns or raises")
     except BaseException:
         directory.close()
         raise
 
 
-def _wait_for_other(registry: Registry, node: str, address: str, directory: Directory, s_max: float) -> None:
+def _wait_for_other(
+    registry: Registry, node: str, address: str, directory: Directory, s_max: float, wait: StartWait
+) -> None:
     """Return when no process at another address is alive as this node. A process at this address was the one before:
     no two can listen there."""
-    key, until, told = alive_key(node), time.monotonic() + s_max, ""
-    with registry.watch(key) as watch:
-        while (entry := registry.get(key)) is not None:
+    key, until, told, outages = alive_key(node), time.monotonic() + s_max, "", wait.outages
+    with wait(lambda: registry.watch(key)) as watch:
+        while (entry := wait(lambda: registry.get(key))) is not None:
             other = AliveNode.parse(key, entry.value).address
+            if wait.outages != outages:  # no lease could end in the registry meanwhile
+                outages, until = wait.outages, time.monotonic() + s_max
             left_s = until - time.monotonic()
             if other == address:
                 return
@@ -174,23 +222,26 @@ def _wait_for_other(registry: Registry, node: str, address: str, directory: Dire
             watch.wait(min(left_s, _LOOK_S))
 
 
-def _start(directory: Directory, registry: Registry, address: str, settings: NodeSettings | None) -> Started:
-    cluster = cluster_id(registry)
+def _start(
+    directory: Directory, registry: Registry, address: str, settings: NodeSettings | None, wait: StartWait
+) -> Started:
+    """Raises Conflict if another process has changed the node's record since it was read."""
+    cluster = wait(lambda: cluster_id(registry))
     cookie = directory.cookie()
-    entry = None if cookie is None else registry.get(node_key(cookie.node))
-    node: StorageNode | None = None
-    try:
+    entry = None if cookie is None else wait(lambda: registry.get(node_key(cookie.node)))
+    with contextlib.ExitStack() as stack:
         # First decide without the journal, which is opened only if the directory's identity is accepted otherwise.
         decided = _decide(cookie, entry, cluster, _UNKNOWN_END)
         if not decided.is_new and not directory.has_segments():
             # Each start makes one before it is recorded. The end of the journal is recorded only now and then.
             decided = Start(uuid.uuid4().hex, 1, True, "the files of its journal are gone")
+        node: StorageNode | None = None
         if not decided.is_new:
             node = _open(directory, decided.node, settings)
+            stack.callback(node.close)
             decided = _decide(cookie, entry, cluster, node.journal.end)
         if decided.is_new:
-            if node is not None:
-                node.close()
+            stack.close()
             aside = directory.move_aside()
             _logger.warning(
                 "the storage node starts with a new id, %s: %s%s",
@@ -199,23 +250,47 @@ def _start(directory: Directory, registry: Registry, address: str, settings: Nod
                 "" if aside is None else f"; the content of the directory was moved to {aside}",
             )
             entry = None
-        directory.write_cookie(Cookie(decided.node, cluster, decided.starts))
+        registered = None if entry is None else NodeRecord.parse(entry.key, entry.value)
+        tried = uuid.uuid4().hex
+        directory.write_cookie(next_cookie(cookie, registered, decided, cluster, tried))
         if decided.is_new:
             node = _open(directory, decided.node, settings)
+            stack.callback(node.close)
         assert node is not None
-        try:
-            _register(registry, decided, entry, address, node.journal.end)
-        except Conflict:
-            # If a copy of this directory has been started, its counter is not the one of this disk.
-            if cookie is not None and not decided.is_new:
-                directory.write_cookie(cookie)
-            raise
+        _register(registry, decided, entry, address, node.journal.end, tried, wait)
         node.recorded_end = node.journal.end
+        stack.pop_all()
         return Started(node, cluster, decided.starts, directory)
-    except BaseException:
-        if node is not None:
-            node.close()
-        raise
+
+
+def _is_own(directory: Directory, registry: Registry, wait: StartWait) -> bool:
+    """After a Conflict: whether the record is that of this disk all the same. An earlier start of it may have landed
+    late, or somebody has changed the record's `state`."""
+    cookie = directory.cookie()
+    entry = None if cookie is None else wait(lambda: registry.get(node_key(cookie.node)))
+    return cookie is not None and not _decide(cookie, entry, cookie.cluster, _UNKNOWN_END).is_new
+
+
+def _start_read_only(
+    directory: Directory, registry: Registry, settings: NodeSettings | None, wait: StartWait, full: OSError
+) -> Started:
+    """Start the node of this directory without writing anything. full: why it cannot be written to; raised if the
+    directory is not that of a node."""
+    cluster = wait(lambda: cluster_id(registry))
+    cookie = directory.cookie()
+    entry = None if cookie is None else wait(lambda: registry.get(node_key(cookie.node)))
+    if entry is None or not directory.has_segments() or _decide(cookie, entry, cluster, _UNKNOWN_END).is_new:
+        raise full
+    registered = NodeRecord.parse(entry.key, entry.value)
+    why = f"the disk is full, and the node serves what it has: {disk.explain(full, directory.path)}"
+    assert cookie is not None
+    node = StorageNode(cookie.node, directory.journal, settings, why)
+    if _decide(cookie, entry, cluster, node.journal.end).is_new:
+        node.close()
+        raise full
+    node.recorded_end = registered.journal_end
+    _logger.error("the storage node %s starts read-only: %s", node.id, why)
+    return Started(node, cluster, registered.starts, directory, is_read_only=True)
 
 
 def _decide(cookie: Cookie | None, entry: Entry | None, cluster: str, journal_end: int) -> Start:
@@ -228,28 +303,35 @@ def _open(directory: Directory, node: str, settings: NodeSettings | None) -> Sto
     return StorageNode(node, directory.journal, settings)
 
 
-def _register(registry: Registry, start: Start, entry: Entry | None, address: str, journal_end: int) -> None:
-    """Write the node's record with the new counter. Raises Conflict if another process has changed the record since it
-    was read."""
+def _register(
+    registry: Registry,
+    start: Start,
+    entry: Entry | None,
+    address: str,
+    journal_end: int,
+    tried: str,
+    wait: StartWait,
+) -> None:
+    """Write the node's record with the new counter. tried: the id of this start, which the disk has. Raises Conflict if
+    another process has changed the record since it was read."""
     key = node_key(start.node)
     if entry is None:
-        record = NodeRecord(address, start.starts, FORMAT, journal_end, IN_USE)
+        record = NodeRecord(address, start.starts, FORMAT, journal_end, IN_USE, tried)
     else:
         before = NodeRecord.parse(entry.key, entry.value)
-        record = replace(before, address=address, starts=start.starts, format=FORMAT, journal_end=journal_end)
+        record = replace(
+            before, address=address, starts=start.starts, format=FORMAT, journal_end=journal_end, start=tried
+        )
     expect = {key: ABSENT if entry is None else entry.version}
-    is_unknown = False
-    for _ in range(TRIES_MAX):
+
+    def commit() -> None:
         try:
             registry.commit(expect=expect, put={key: record.dump()})
-            return
-        except OutcomeUnknown:
-            is_unknown = True  # repeat it: if the first one succeeded, this one conflicts with our own value
         except Conflict:
-            # Without a lost reply the value is that of another process, also if it is the same: a copy of this
-            # directory was started with the same address.
-            found = registry.get(key) if is_unknown else None
-            if found is not None and found.value == record.dump():
-                return
-            raise
-    raise OutcomeUnknown(f"the start of storage node {start.node} may not be recorded: start the node again")
+            # Repeated after an unknown outcome, the commit conflicts with our own record if that has landed. Somebody
+            # may have changed another field of it since, for example `state`.
+            found = registry.get(key)
+            if found is None or NodeRecord.parse(found.key, found.value).start != tried:
+                raise
+
+    wait(commit)

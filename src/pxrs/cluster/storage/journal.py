@@ -109,9 +109,12 @@ class Journal:
         owner: Owner,
         lock: threading.Lock,
         segment_bytes: int = SEGMENT_BYTES,
+        *,
+        is_read_only: bool = False,
     ) -> None:
+        """is_read_only: the journal was opened without a new segment, and every record is refused."""
         self.folder, self._seed, self._owner = folder, seed, owner
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._is_read_only = segment_bytes, is_read_only
         self.lock = lock
         self._wake = threading.Condition(lock)
         self._waiting: deque[Write] = deque()
@@ -190,8 +193,10 @@ class Journal:
         """Write and sync a batch, and set the positions of its records. Returns the new end. Raises OSError."""
         # After a failure, a batch without records needs the new file too. Without it, a restart would read the bytes of
         # the failed write as part of the journal, and an entry that was reported missing would exist again.
-        if not self.is_broken and all(write.record is None for write in batch):
+        if (self._is_read_only or not self.is_broken) and all(write.record is None for write in batch):
             return self.end
+        if self._is_read_only:
+            raise OSError(errno.ENOSPC, "the disk was full when the node started, and nothing is written")
         if self.is_broken or self.end - self.bases[-1] >= self._segment_bytes:
             self._begin_segment()
         position, count = self.end, 0

@@ -14,6 +14,7 @@ What a node does in each state:
 | good | yes | yes | yes | yes |
 | too little free space | NodeFull | yes | yes | yes |
 | the last write of the journal failed | NodeFull | tries | yes | yes |
+| read-only: the disk was full at the start | NodeFull | NodeFull | yes | yes |
 | headers in the journal are damaged | NodeFull | yes | yes | never: the damaged part may have had the entry |
 """
 
@@ -80,19 +81,26 @@ class NodeSettings:
 class StorageNode:
     """Threads share it. It is the only user of the journal's folder until `close`."""
 
-    def __init__(self, node: str, folder: str, settings: NodeSettings | None = None) -> None:
-        """folder: the folder of the journal, which must exist. Raises OSError."""
+    def __init__(
+        self, node: str, folder: str, settings: NodeSettings | None = None, read_only: str | None = None
+    ) -> None:
+        """folder: the folder of the journal, which must exist. read_only: why the node writes nothing at all, not even
+        a fence; None if it may. Raises OSError."""
         self.id = node
+        self.read_only = read_only
         self._settings = settings or NodeSettings()
         self.lock = threading.Lock()
         self.core = NodeCore(node, Entries)
         bases: list[int] = []
         self.index = Index(self.core, bases)
-        opened = open_journal(folder, seed_of(node), self.index.replay, bases)
+        is_read_only = read_only is not None
+        opened = open_journal(folder, seed_of(node), self.index.replay, bases, is_read_only=is_read_only)
         self.index.end_replay()
         self._damage = opened.damage
         self._room = Room(folder, self._settings.free_bytes_min, self._probe)
-        self.journal = Journal(folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes)
+        self.journal = Journal(
+            folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes, is_read_only=is_read_only
+        )
         self.recorded_end = -1
         """The end of the journal that the registry has, as this process has recorded it; -1: not yet."""
         self._reader = EntryReader(node, self.core, self.journal, self.lock, self._damage)
@@ -108,7 +116,7 @@ class StorageNode:
                 f"the journal is damaged ({self._damage[0]}, {len(self._damage)} places in all): the node serves what "
                 "it can read and accepts no entries; start a new node on an empty directory and retire this one"
             )
-        return self._room.problem
+        return self.read_only or self._room.problem
 
     @property
     def is_damaged(self) -> bool:
@@ -123,7 +131,8 @@ class StorageNode:
 
     def look_at_room(self) -> None:
         """Check the free space, and whether a journal that could not be written can be written again (`Room.look`)."""
-        self._room.look()
+        if self.read_only is None:
+            self._room.look()
 
     def _probe(self, done: Callable[[Exception | None], None]) -> None:
         with self.lock:

@@ -9,6 +9,10 @@ its records are used up to the first incomplete one. It is not known whether the
 have ended after a failed sync, and a later sync of the same file can report success although the kernel has dropped the
 pages (L3). So the last batch is written again, to a new file that begins where the batch began.
 
+On a full disk nothing can be written, and `is_read_only` opens the journal as it is. The last batch stays where it is:
+it is synced, the pages of the file are dropped from the page cache, and the batch is read again and verified, so that
+what the node serves is what the medium has.
+
 A damaged header anywhere else belongs to data that was synced once. It is reported, and the journal is never truncated
 there. The lost records may be entries or fences. A node with such a journal must never answer that an entry is missing,
 and must not accept adds.
@@ -16,6 +20,7 @@ and must not accept adds.
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -67,11 +72,11 @@ class Opened:
     """The places where headers are damaged or segments are missing."""
 
 
-def open_journal(folder: str, seed: int, apply: Apply, bases: list[int]) -> Opened:
+def open_journal(folder: str, seed: int, apply: Apply, bases: list[int], *, is_read_only: bool = False) -> Opened:
     """Read the journal in this folder, which must exist, and begin a new segment. Raises OSError.
 
     apply: called with every record, in order. bases: an empty list, to which the bases of the segments are added before
-    `apply` is called."""
+    `apply` is called. is_read_only: write nothing, and begin no segment; there must be one."""
     for name in os.listdir(folder):
         if name.endswith(NEW):
             os.unlink(f"{folder}/{name}")
@@ -79,7 +84,7 @@ def open_journal(folder: str, seed: int, apply: Apply, bases: list[int]) -> Open
     gone = removed.read(folder)
     if gone is None:
         damage.append(DamagedFrame(f"{folder}/{removed.FILE}", 0, "the checksum of the list does not match"))
-    bases += _present(folder, gone or [], damage)
+    bases += _present(folder, gone or [], damage, is_read_only=is_read_only)
     for base in bases[:-1]:
         end = removed.segment_end(gone or [], bases, base)
         assert end is not None
@@ -91,19 +96,24 @@ def open_journal(folder: str, seed: int, apply: Apply, bases: list[int]) -> Open
         tail, begin = _last(folder, bases[-1], seed, apply, damage)
     for each in damage:
         _logger.error("the journal is damaged, and the node accepts no entries: %s", each)
-    active, end = _begin_again(folder, tail, begin, seed, bases[-1] if bases else None)
-    if not bases or bases[-1] != begin:
-        bases.append(begin)
+    if is_read_only:
+        active, end = _as_it_is(folder, tail, begin, bases[-1])
+    else:
+        active, end = _begin_again(folder, tail, begin, seed, bases[-1] if bases else None)
+        if not bases or bases[-1] != begin:
+            bases.append(begin)
     for record in tail:
         apply(record)
     return Opened(active, end, bases, gone or [], damage)
 
 
-def _present(folder: str, gone: removed.Ranges, damage: list[DamagedFrame]) -> list[int]:
+def _present(folder: str, gone: removed.Ranges, damage: list[DamagedFrame], *, is_read_only: bool) -> list[int]:
     """The bases of the segments that exist. Segments that were recorded as removed and not unlinked yet, because the
-    node was killed in between, are unlinked now."""
+    node was killed in between, are unlinked now, unless `is_read_only`."""
     bases = segment_bases(folder)
     stale = [base for base in bases if removed.is_within(gone, base)]
+    if is_read_only:
+        bases, stale = [base for base in bases if base not in stale], []
     if stale:
         # The node may have been killed before the list of removed segments was durable. If a power loss took the list
         # and left the files unlinked, the next start would report damage.
@@ -231,6 +241,23 @@ def _has_later_batch(descriptor: int, at: int, size: int, base: int, seed: int, 
     return False
 
 
+def _as_it_is(folder: str, tail: list[Record], begin: int, last: int) -> tuple[OpenSegment, int]:
+    """Make sure that the last batch is on the medium. Returns its segment, and the position after its last record."""
+    active = OpenSegment.open(folder, last)
+    try:
+        active.sync()
+        os.posix_fadvise(active.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        for record in tail:
+            read_body(active.descriptor, active.path, last, record)
+    except DamagedFrame as error:
+        active.close()
+        raise OSError(errno.EIO, f"the last batch was not written to the medium: {error}", active.path) from error
+    except BaseException:
+        active.close()
+        raise
+    return active, begin + sum(record.size for record in tail)
+
+
 def _begin_again(folder: str, tail: list[Record], begin: int, seed: int, last: int | None) -> tuple[OpenSegment, int]:
     """Write the last batch to a new segment. Returns the segment and the position after its last record.
 
@@ -254,6 +281,9 @@ def _begin_again(folder: str, tail: list[Record], begin: int, seed: int, last: i
             finally:
                 os.close(source)
         disk.sync_data(descriptor)
+    except BaseException:
+        os.unlink(temporary)  # on a full disk its bytes may be the room that others need
+        raise
     finally:
         os.close(descriptor)
     os.rename(temporary, path)

@@ -21,6 +21,7 @@ from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import Closed, ClusterError, Conflict, PxrsError, RegistryError
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.outage import StartWait
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
@@ -42,8 +43,11 @@ class Registration:
         address: str,
         limits: StorageLimits,
         on_replaced: Callable[[PxrsError], None],
+        wait: StartWait | None = None,
     ) -> None:
-        """on_replaced: called once, on that thread, if this process must stop because it is no longer the node."""
+        """on_replaced: called once, on that thread, if this process must stop because it is no longer the node. wait:
+        for how long `start` waits for the registry."""
+        self._wait = wait or StartWait()
         self._registry, self._node, self._starts, self._address = registry, node, starts, address
         self._limits, self._on_replaced = limits, on_replaced
         self._lease: Lease | None = None
@@ -58,7 +62,7 @@ class Registration:
 
     def start(self) -> None:
         """Write the key of the live node, then start the thread. Raises RegistryError, ClusterError."""
-        self._show()
+        self._wait(self._show)
         self._thread = start_thread(self._run, "pxrs-storage-registration")
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """Starts and stops a storage node: its directory, its port, its registration, its garbage collector.
 
 Start: bind the port, decide the identity of the directory and open the journal, serve, and only then register the node
-as alive. Stop: end the registration first, so that brokers choose other nodes; then end the calls; then close the
-journal, which syncs what was accepted; then unlock the directory.
+as alive. Each step that needs the registry waits for it (`StartWait`). Stop: end the registration first, so that
+brokers choose other nodes; then end the calls; then close the journal, which syncs what was accepted; then unlock the
+directory. A node that has started read-only, because its disk is full, is stopped and started again within the process
+once there is room; the port stays open.
 """
 
 from __future__ import annotations
@@ -11,24 +13,27 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pxrs import grpc_fork  # before grpc, which it imports with settings of its own
+from pxrs import disk, grpc_fork  # before grpc, which it imports with settings of its own
 
 # isort: split
 import grpc
 
+from pxrs.cluster.records import node_key
 from pxrs.cluster.storage.collecting import Collector
 from pxrs.cluster.storage.identity import Started, start
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
 from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.service import Standing, StorageService
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import CannotListen, PxrsError
+from pxrs.errors import CannotListen, LogError, PxrsError, RegistryError
 from pxrs.registry.contract import Registry
+from pxrs.registry.outage import StartWait
 from pxrs.remote.heap import keep_freed_blocks
 from pxrs.server.apart import running_apart
 from pxrs.server.auth.gate import Gate
@@ -42,6 +47,9 @@ REFRESH_S: Final = 1.0
 """Interval at which the node checks whether the tokens file has changed."""
 _LOOK_S: Final = 0.02
 _CLOSE_S: Final = 1.0
+_ROOM_BYTES: Final = (1 << 20, 32 << 20)
+"""A node that is read-only because its disk is full starts again when so many bytes are free: `free_bytes_min`, but at
+least the first number and at most the second. A start writes the last batch of the journal again."""
 _EXTRA_CALLS: Final = 200
 """gRPC calls permitted beyond `streams_max`: health checks, and calls that are being refused."""
 
@@ -65,25 +73,30 @@ class StorageSettings:
 class StorageServer:
     """One running storage node. Belongs to the event loop that started it. The registry belongs to the caller."""
 
-    def __init__(self, registry: Registry, settings: StorageSettings) -> None:
+    def __init__(self, registry: Registry, settings: StorageSettings, wait: StartWait | None = None) -> None:
+        """wait: for how long `start` waits for the registry."""
         grpc_fork.freeze_in_children()
         keep_freed_blocks()
-        self._registry, self._settings = registry, settings
+        self._registry, self._settings, self._wait = registry, settings, wait or StartWait()
         self._health = Health()
         limits = settings.limits
         self._grpc = grpc.aio.server(
             options=grpc_options(limits.connections_max, limits.keepalive_s, limits.keepalive_timeout_s),
             maximum_concurrent_rpcs=limits.streams_max + _EXTRA_CALLS,
         )
+        self._calls = _Calls()
         self._started: Started | None = None
         self._service: StorageService | None = None
         self._registration: Registration | None = None
         self._collector: Collector | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._awaiting_room: asyncio.Task[None] | None = None
+        self._is_stopping = asyncio.Event()
         self.address = ""
         """Host and port under which brokers reach the node; set when it listens."""
         self.replaced: asyncio.Future[PxrsError] = asyncio.get_running_loop().create_future()
-        """Done when this process must stop because it is no longer the node (`Registration`)."""
+        """Done when this process must stop: because it is no longer the node (`Registration`), or because a node that
+        was read-only could not be started again."""
 
     @property
     def node(self) -> StorageNode:
@@ -92,33 +105,78 @@ class StorageServer:
 
     async def start(self) -> None:
         """Start to serve. Raises CannotListen, NodeFormatUnsupported, InvalidArgument, RegistryError, OSError."""
-        settings, limits = self._settings, self._settings.limits
+        settings = self._settings
         port = self._bind()
         self.address = settings.advertise or f"{settings.listen.rpartition(':')[0]}:{port}"
+        self._grpc.add_generic_rpc_handlers((self._calls, self._health))
         try:
-            kept = NodeSettings(limits.segment_bytes, limits.free_bytes_min)
-            begin = functools.partial(start, settings.directory, self._registry, self.address, kept)
-            started = self._started = await asyncio.to_thread(begin)
-            gate = Gate(settings.auth, HubNames(lambda: (), self._registry.get))
-            self._collector = Collector(self._registry, started.node, started.cluster, started.starts, limits)
-            self._service = StorageService(
-                started.node, Standing(started.cluster, started.starts), gate, limits, self._collect
-            )
-            self._grpc.add_generic_rpc_handlers((self._service, self._health))
-            await self._grpc.start()
-            loop = asyncio.get_running_loop()
-
-            def tell(error: PxrsError) -> None:
-                loop.call_soon_threadsafe(functools.partial(self._note_replaced, error))
-
-            self._registration = Registration(self._registry, started.node, started.starts, self.address, limits, tell)
-            await asyncio.to_thread(self._registration.start)
+            await self._begin()
         except BaseException:
             await self.stop()
             raise
-        self._collector.start()
         if settings.auth is not None:
             self._refreshing = asyncio.create_task(self._refresh())
+        if self._started is not None and self._started.is_read_only:
+            self._awaiting_room = asyncio.create_task(self._await_room())
+
+    async def _begin(self) -> None:
+        """Start the node of the directory, serve it, and register it as alive."""
+        settings, limits = self._settings, self._settings.limits
+        kept = NodeSettings(limits.segment_bytes, limits.free_bytes_min)
+        begin = functools.partial(start, settings.directory, self._registry, self.address, kept, wait=self._wait)
+        started = self._started = await asyncio.to_thread(begin)
+        gate = Gate(settings.auth, HubNames(lambda: (), self._registry.get))
+        self._collector = Collector(self._registry, started.node, started.cluster, started.starts, limits)
+        self._service = self._calls.service_now = StorageService(
+            started.node, Standing(started.cluster, started.starts), gate, limits, self._collect
+        )
+        await self._grpc.start()
+        loop = asyncio.get_running_loop()
+
+        def tell(error: PxrsError) -> None:
+            loop.call_soon_threadsafe(functools.partial(self._note_replaced, error))
+
+        self._registration = Registration(
+            self._registry, started.node, started.starts, self.address, limits, tell, self._wait
+        )
+        await asyncio.to_thread(self._registration.start)
+        if not started.is_read_only:  # garbage cannot be removed without a record of that
+            self._collector.start()
+
+    async def _await_room(self) -> None:
+        """Once the disk of a node that is read-only has room, end the node, and start it as it should be."""
+        least = max(_ROOM_BYTES[0], min(self._settings.limits.free_bytes_min, _ROOM_BYTES[1]))
+        while self._started is not None and self._started.is_read_only:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), REFRESH_S)
+                return
+            try:
+                free = await asyncio.to_thread(self._free_bytes)
+                if free < least:
+                    continue
+                # While the registry does not answer, the node serves what it has, and does not wait for the registry.
+                await asyncio.to_thread(self._registry.get, node_key(self.node.id))
+            except (OSError, RegistryError) as error:
+                _logger.warning("the node stays read-only: %s", error)
+                continue
+            _logger.warning("the disk has room again, %s bytes: the node starts anew", f"{free:,}")
+            least = free + 1  # if that is not enough either, wait until there is more
+            try:
+                await self._leave()
+                await asyncio.to_thread(self._close)
+                await self._begin()
+            except PxrsError as error:
+                self._note_replaced(error)
+                return
+            except OSError as error:
+                failed = LogError(f"the storage node cannot start again: {disk.explain(error)}")
+                failed.__cause__ = error
+                self._note_replaced(failed)
+                return
+
+    def _free_bytes(self) -> int:
+        found = os.statvfs(self._settings.directory)
+        return found.f_bavail * found.f_frsize
 
     def _bind(self) -> int:
         listen, credentials = self._settings.listen, self._settings.credentials
@@ -155,7 +213,17 @@ class StorageServer:
         """Stop the node, also after a start that failed."""
         if self._refreshing is not None:
             self._refreshing.cancel()
+        self._is_stopping.set()
+        self._wait.stop()
+        if self._awaiting_room is not None:
+            await self._awaiting_room  # not cancelled: its thread may be starting the node again
         self._health.leave()
+        await self._leave()
+        await self._grpc.stop(grace=_CLOSE_S)
+        await asyncio.to_thread(self._close)
+
+    async def _leave(self) -> None:
+        """End the registration and the calls of the present node."""
         if self._collector is not None:
             await asyncio.to_thread(self._collector.close)
         if self._registration is not None:
@@ -166,12 +234,24 @@ class StorageServer:
             until = loop.time() + self._settings.limits.drain_s
             while self._service.open and loop.time() < until:
                 await asyncio.sleep(_LOOK_S)
-        await self._grpc.stop(grace=_CLOSE_S)
+
+    def _close(self) -> None:
+        """Close the present node and unlock its directory."""
         if self._service is not None:
-            await asyncio.to_thread(self._service.pool.shutdown)
+            self._service.pool.shutdown()
         if self._started is not None:
-            await asyncio.to_thread(self._started.node.close)
+            self._started.node.close()
             self._started.directory.close()
+
+
+class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Passes each call to the service of the node that runs now: a node that was read-only is replaced."""
+
+    def __init__(self) -> None:
+        self.service_now: StorageService | None = None
+
+    def service(self, handler_call_details: Any) -> Any:
+        return None if self.service_now is None else self.service_now.service(handler_call_details)
 
 
 @contextlib.contextmanager
