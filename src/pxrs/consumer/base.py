@@ -362,6 +362,11 @@ class BaseConsumer(ABC, Generic[P]):
         return self._member.is_away
 
     @property
+    def is_in_callback(self) -> bool:
+        """Whether the calling thread is inside a callback of this consumer."""
+        return self._events.is_in_callback
+
+    @property
     def problem(self) -> str | None:
         """What holds up the member, which goes on trying: an outage of the registry, a full disk. None if nothing."""
         return self._member.session.problem
