@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from pxrs import arguments
 from pxrs.errors import Closed, InvalidGroup
@@ -33,6 +34,37 @@ if TYPE_CHECKING:
 
 Readable = str | Source
 """The name of a topic or registered source, or a source itself."""
+
+
+CLOSING_MAX: Final = 32
+"""How many consumers are closed at the same time."""
+
+
+def _call_together(closes: Sequence[Callable[[], None]]) -> None:
+    """Close the consumers at the same time, because each of them may wait for the registry's whole `timeout`. Raises
+    the first error, when all are closed."""
+    if len(closes) < 2:
+        for close in closes:
+            close()
+        return
+    with ThreadPoolExecutor(min(len(closes), CLOSING_MAX), "pxrs-closing") as pool:
+        futures = [_submitted(pool, close) for close in closes]
+    errors = [error for each in futures if (error := each.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def _submitted(pool: ThreadPoolExecutor, close: Callable[[], None]) -> Future[None]:
+    try:
+        return pool.submit(close)
+    except RuntimeError:  # the interpreter is exiting, or the process has as many threads as it may have
+        done: Future[None] = Future()
+        try:
+            close()
+            done.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            done.set_exception(error)
+        return done
 
 
 class HubClients:
@@ -145,7 +177,11 @@ class HubClients:
         that are there: first the consumers, which may still send dead letters."""
         with self._lock:
             self._parts.is_closed = True
-            return [*(each.close for each in self._consumers), *(each.close for each in self._producers)]
+            consumers, producers = list(self._consumers), list(self._producers)
+        # A consumer in whose callback the hub is closed recognizes that by the thread which closes it.
+        calling = [each.close for each in consumers if each.is_in_callback]
+        others = [each.close for each in consumers if not each.is_in_callback]
+        return [*calling, lambda: _call_together(others), *(each.close for each in producers)]
 
     def _closed(self) -> Closed:
         return Closed(f"the hub {self._parts.url} was closed")

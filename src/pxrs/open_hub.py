@@ -84,7 +84,8 @@ class OpenHub:
 
     def close(self) -> None:
         """Close the queues, the consumers, the producers, sending what waits in them, the upkeep, the sources, the
-        event log, the log and the registry, in this order.
+        event log, the log and the registry, in this order. Consumers are closed at the same time, on threads of their
+        own.
 
         Raises the first error, when all are closed."""
         if os.getpid() != self.parts.pid:

@@ -32,7 +32,7 @@ FAILED_PAUSE_S: Final = 1.0
 """How long a `BackgroundThread` pauses after a step that failed unexpectedly."""
 
 SIGNAL_S: Final = 1.0
-"""How late the handler of a signal may run in a main thread that waits with `wait_for_signal`."""
+"""How late the handler of a signal may run in a main thread that waits with `wait_for_signal` or `wait_for`."""
 
 _Found = TypeVar("_Found")
 
@@ -44,6 +44,17 @@ def wait_for_signal(event: threading.Event) -> None:
     not wake that thread if it comes just before the wait begins, or if the system gives it to another thread."""
     while not event.wait(SIGNAL_S):
         pass
+
+
+def _wait_at_most(event: threading.Event, seconds: float) -> None:
+    """Wait until the event is set or the time is up; in the main thread so that the handlers of signals run."""
+    if threading.current_thread() is not threading.main_thread():
+        event.wait(seconds)
+        return
+    until = time.monotonic() + seconds
+    while not event.wait(max(0.0, min(SIGNAL_S, until - time.monotonic()))):
+        if time.monotonic() >= until:
+            return
 
 
 class Subscription:
@@ -200,7 +211,7 @@ def wait_for(
             if found or (left is not None and left <= 0) or (cancel is not None and cancel.is_set):
                 return found
             pauses = [pause for pause in (left, look_again_s(), threading.TIMEOUT_MAX) if pause is not None]
-            woken.wait(min(pauses))
+            _wait_at_most(woken, min(pauses))
     finally:
         for each in subscriptions:
             each.close()

@@ -20,6 +20,7 @@ import pytest
 from pxrs import registry as registries
 from pxrs.clock import SYSTEM
 from pxrs.cluster.records import alive_key
+from pxrs.copying import copier
 from pxrs.errors import (
     AccessDenied,
     Closed,
@@ -37,6 +38,7 @@ from pxrs.testing.proxy import Proxy
 from pxrs.testing.registry_contract import quieten
 from pxrs.testing.servers import EtcdCluster, EtcdServer, StorageServer, certificates, free_ports
 from pxrs.testing.waiting import eventually
+from tests.integration.waits import COPY_S, OF_THE_REGISTRY, World, check_calls
 
 # For the requests that no registry makes. Not imported here: pxrs must be the first to import gRPC (`pxrs.grpc_fork`).
 grpc, rpc = importlib.import_module("grpc"), importlib.import_module("pyetcd.etcdrpc")
@@ -660,3 +662,15 @@ def _make_room(etcd: EtcdServer) -> None:
         for alarm in maintenance.Alarm(rpc.AlarmRequest(action=rpc.AlarmRequest.GET)).alarms:
             off = rpc.AlarmRequest(action=rpc.AlarmRequest.DEACTIVATE, memberID=alarm.memberID, alarm=alarm.alarm)
             maintenance.Alarm(off)
+
+
+def test_every_public_call_that_needs_the_registry_ends_within_its_limit_while_it_does_not_answer(
+    proxy: Proxy, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "RETRY_S_MAX", COPY_S)
+    url = f"etcd://{proxy.host}:{proxy.port}?namespace={namespace}&timeout=1"
+    world = World(str(tmp_path / "hub"), url, timeout_s=1.0, patience_s=0.0)
+    ended = check_calls(world, proxy.stall, proxy.restore, OF_THE_REGISTRY)
+    error = ended["Registry.get"]
+    assert isinstance(error, RegistryUnavailable)
+    assert f"{proxy.host}:{proxy.port}" in str(error)

@@ -16,6 +16,7 @@ import pytest
 
 from pxrs import registry as registries
 from pxrs.clock import SYSTEM
+from pxrs.copying import copier
 from pxrs.errors import (
     AccessDenied,
     InvalidUrl,
@@ -34,6 +35,7 @@ from pxrs.testing.proxy import Proxy
 from pxrs.testing.registry_contract import at_once, quieten
 from pxrs.testing.servers import Cluster, Server, ZooKeeperCluster, ZooKeeperServer, certificates
 from pxrs.testing.waiting import eventually
+from tests.integration.waits import COPY_S, OF_THE_REGISTRY, World, check_calls
 
 TIMEOUT_S = 1.2
 SOAK = bool(os.environ.get("PXRS_SOAK"))
@@ -585,3 +587,15 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, namespace: str) -> 
 def test_a_bad_address_is_an_error_at_once(url: str, said: str) -> None:
     with pytest.raises(InvalidUrl, match=said):
         registries.open(url)
+
+
+def test_every_public_call_that_needs_the_registry_ends_within_its_limit_while_it_does_not_answer(
+    proxy: Proxy, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "RETRY_S_MAX", COPY_S)
+    url = f"zookeeper://{proxy.host}:{proxy.port}?namespace={namespace}&timeout=1"
+    world = World(str(tmp_path / "hub"), url, timeout_s=1.0, patience_s=0.0)
+    ended = check_calls(world, proxy.stall, proxy.restore, OF_THE_REGISTRY)
+    error = ended["Registry.get"]
+    assert isinstance(error, RegistryUnavailable)
+    assert f"{proxy.host}:{proxy.port}" in str(error)

@@ -232,7 +232,7 @@ def test_x14_a_dead_letter_carries_type_and_traceback(hub: Hub) -> None:
 def test_x14_a_run_that_has_ended_leaves_no_producer_of_dead_letters_behind(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create(hub, 2)
+    create(hub, 3)
     hub.create_topic("dead", partitions=1)
     made: list[Producer] = []
     clients = hub._clients
@@ -244,13 +244,18 @@ def test_x14_a_run_that_has_ended_leaves_no_producer_of_dead_letters_behind(
 
     monkeypatch.setattr(clients, "producer", make)
     with hub.consumer("t", "g", on_error="dead-letter", dead_letters="dead") as inbox:
+        has_rejected = False
 
         def handle(message: Message) -> None:
-            inbox.stop()
+            nonlocal has_rejected
+            has_rejected = not has_rejected
+            if not has_rejected:
+                raise SystemExit  # which ends `run`, and leaves the consumer as it is
             reject(message)
 
         for count in (1, 2):  # the second run opens another one
-            aside(lambda: inbox.run(handle)).result(PATIENCE_S)
+            with pytest.raises(SystemExit):
+                aside(lambda: inbox.run(handle)).result(PATIENCE_S)
             assert hub.topic("dead").end(0) == count == len(made)
             with pytest.raises(Closed):  # else its thread goes on, and it warns when it is collected
                 made[-1].send(b"x")

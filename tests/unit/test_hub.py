@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.hub import Hub
+from pxrs.testing.waiting import eventually
 
 
 @pytest.fixture(params=["memory:", "directory"])
@@ -202,6 +204,34 @@ def test_a_closed_hub_refuses_and_has_closed_all_it_gave(hub: Hub) -> None:
     ):
         with pytest.raises(Closed):
             use()
+
+
+def test_consumers_of_a_hub_are_closed_at_the_same_time(hub: Hub) -> None:
+    """Each of them may wait for the registry's whole `timeout`."""
+    hub.create_topic("orders", partitions=1)
+    together = threading.Barrier(3, timeout=30)
+    consumers = [hub.consumer("orders", f"g{i}", on_revoked=lambda partitions: together.wait() and None) for i in "abc"]
+    for each in consumers:
+        eventually(lambda each=each: each.assignment)
+    hub.close()  # an error of a callback is raised
+    assert not together.broken
+
+
+def test_a_hub_that_a_callback_closes_does_not_wait_for_that_callback(hub: Hub) -> None:
+    hub.create_topic("orders", partitions=1)
+    made, closed = threading.Event(), threading.Event()
+
+    def close(partitions: object) -> None:
+        assert made.wait(30)
+        hub.close()
+        closed.set()
+
+    consumers = [hub.consumer("orders", name, on_assigned=close if name == "a" else None) for name in "abc"]
+    made.set()
+    assert closed.wait(30)
+    for each in consumers:
+        with pytest.raises(Closed):
+            each.poll(timeout=0)
 
 
 def test_an_error_of_a_producer_is_raised_when_all_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

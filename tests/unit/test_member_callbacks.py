@@ -147,7 +147,6 @@ def everything(inbox: Consumer, partition: int) -> None:
     inbox.commit()
     inbox.seek(partition, 2)
     inbox.commit()
-    inbox.stop()
 
 
 def close(inbox: Consumer, partition: int) -> None:

@@ -158,6 +158,31 @@ def test_z8_puts_into_one_queue_are_committed_together(place: SharedStore) -> No
     assert list(commits[1].expect).count("there") == 1
 
 
+def test_a_commit_that_waits_for_those_of_other_threads_is_given_up_after_the_timeout_and_not_sent(
+    place: SharedStore,
+) -> None:
+    """While the store does not answer, each commit before it takes the whole `timeout`."""
+    registry = HookedRegistry(place.store)
+    registry.timeout_s = 0.2
+    combiner = Combiner(registry)
+    inside, gate = threading.Event(), threading.Event()
+
+    def hang(commit: Commit) -> None:
+        inside.set()
+        gate.wait(PATIENCE_S)
+
+    registry.before = hang
+    first = aside(lambda: combiner.commit(Write({"a": ABSENT}, {"a": b""})))
+    assert inside.wait(PATIENCE_S)
+    second = aside(lambda: combiner.commit(Write({"b": ABSENT}, {"b": b""})))
+    error = second.exception()
+    assert isinstance(error, RegistryUnavailable)
+    assert "took 0.2 s (`timeout` of the address), and this one was not sent" in str(error)
+    gate.set()
+    assert first.result()
+    assert [entry.key for entry in registry.scan("")] == ["a"]
+
+
 def test_w4_a_put_that_a_server_does_not_permit_fails_alone_when_it_was_merged_with_others(place: SharedStore) -> None:
     registry = HookedRegistry(place.store)
     combiner = Combiner(registry)

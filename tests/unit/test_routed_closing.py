@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,8 @@ from pxrs.log.contract import Append, Bounds, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.model import Topic
 from pxrs.remote.client.routed import RoutedTopic
+from pxrs.remote.client.routes import ANSWER_S, Peers
+from pxrs.remote.client.settings import Settings
 from pxrs.testing.log_contract import records
 
 
@@ -72,3 +75,15 @@ def test_w1_it_is_not_known_whether_an_append_is_stored_that_the_crew_has_not_an
     first, second = topic.append([Append(0, payload), Append(1, payload)])
     assert isinstance(first, StoredAt)
     assert isinstance(second, MaybeStored)
+
+
+@pytest.mark.parametrize(("patience_s", "expected_s"), [(2.0, 2.0), (60.0, ANSWER_S)])
+def test_a_broker_that_hangs_is_given_up_within_the_patience_of_the_address(
+    patience_s: float, expected_s: float
+) -> None:
+    """gRPC's pings would notice it after 15 s."""
+    with closing(Peers(Settings("pxrs://", (), 10.0, patience_s))) as peers:
+        topic = peers.topic("127.0.0.1:1", Topic("t", "0" * 32, 1))
+        settings = topic._session.connection().settings
+        assert settings.is_direct
+        assert settings.patience_s == settings.timeout_s == expected_s

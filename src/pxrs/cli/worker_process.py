@@ -177,7 +177,7 @@ class Process:
             )
         self._is_stopping = True
         left_s = settings.grace_s
-        # Repeated: a stop that comes just before `run` begins would be lost.
+        # Repeated: the consumer or the listener may not be made yet.
         while not self._finished.wait(_STOP_AGAIN_S):
             for at_work in (self._consumer, self._listener):
                 if at_work is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -188,12 +189,12 @@ class BaseConsumer(ABC, Generic[P]):
     # Reading.
 
     def __iter__(self) -> Iterator[Message]:
-        """Messages as they come, in order within each partition. Ends only with `until="end"`."""
+        """Messages as they come, in order within each partition. Ends after `stop`, and with `until="end"`."""
         return loops.messages(self._hand_out, self)
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
-        """Up to `max_messages` messages of one partition; none if the time is up. They are done when this thread calls
-        again.
+        """Up to `max_messages` messages of one partition; none if the time is up, or after `stop`. They are done when
+        this thread calls again.
 
         Until then, or until `commit`, other threads that ask for messages get ConsumerBusy; with ack="manual" threads
         may take turns. See docs/groups.md, "Threads"."""
@@ -219,10 +220,10 @@ class BaseConsumer(ABC, Generic[P]):
         """Call the handler with every message: partitions in parallel on `threads` threads, the messages of each in
         order.
 
-        Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so, and
-        PartitionsPaused if all other partitions are read to their end and some are paused at a message that could not
-        be handled."""
-        settling, stopping = self._settling, self._lifetime.stopping
+        Returns when `stop` was called and the running handlers have returned, or at the end with `until="end"`. Raises
+        HandlerFailed if `on_error` says so, and PartitionsPaused if all other partitions are read to their end and some
+        are paused at a message that could not be handled."""
+        settling = self._settling
         self._lifetime.check_usable()
         settling.check_possible(Event.RUN)
         reading = Reading("`run`")
@@ -230,21 +231,32 @@ class BaseConsumer(ABC, Generic[P]):
             settling.enter(reading)
             settling.begin(Event.RUN)
             try:
-                Runner(self._hand_out, handler, threads, self._policy, stopping).run()
+                Runner(self._hand_out, handler, threads, self._policy).run()
             finally:
-                stopping.clear()
                 settling.end(Event.RUN_ENDS)
         finally:
             reading.is_over = True
 
     def stop(self) -> None:
-        """Let `run` return when what is in hand is done; one that begins later returns at once.
+        """Hand out nothing more, for good. From any thread, in a callback, and in the handler of a signal; a second
+        call does nothing.
 
-        From any thread, but not from a signal handler: that may have interrupted code that holds a lock which this
-        needs. Let a signal handler wake a thread that calls it."""
+        Loops end normally when they ask for the next message: their last message is done, because it was asked for.
+        `poll` returns at once, with an empty list; what the call before returned is done. `run` returns when the
+        running handlers have returned. Calls that begin later end at once too. The consumer stays a member of its group
+        and owns its partitions until `close`: call that, or `commit`, next. To read again, make another consumer."""
         self._lifetime.check_process()
-        self._lifetime.stopping.set()
-        self._changes.announce()
+        self._lifetime.is_stopped = True
+        # Only the main thread runs the handlers of signals, and may hold any lock when one interrupts it.
+        if threading.current_thread() is threading.main_thread():
+            dropped.apart(self._changes.announce)
+        else:
+            self._changes.announce()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called: a loop around `poll` ends when this is true."""
+        return self._lifetime.is_stopped
 
     # What is done.
 
@@ -350,6 +362,11 @@ class BaseConsumer(ABC, Generic[P]):
         return self._member.is_away
 
     @property
+    def is_in_callback(self) -> bool:
+        """Whether the calling thread is inside a callback of this consumer."""
+        return self._events.is_in_callback
+
+    @property
     def problem(self) -> str | None:
         """What holds up the member, which goes on trying: an outage of the registry, a full disk. None if nothing."""
         return self._member.session.problem
@@ -404,7 +421,6 @@ class BaseConsumer(ABC, Generic[P]):
         if self._lifetime.is_forked:
             return
         self._lifetime.is_closed = True
-        self._lifetime.stopping.set()
         self._lanes.stop()
         try:
             if self._events.is_in_callback:

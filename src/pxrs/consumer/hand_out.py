@@ -8,7 +8,9 @@ Invariants:
 - Nothing is handed out past the lease's deadline (G8), which is checked before every message: a process that was
   stopped for a minute wakes up in the middle of a batch, and others may own the partition by then.
 - Nothing is handed out of a lane that is halted: `take_in_hand` writes `position`, then reads `is_halted` (see `Lane`).
-- With until="end", `next` returns None only if every partition is read up to its end here, or is another member's.
+- After `stop`, `next` returns None, and `Loops.messages` hands out no further message of the batch that it has.
+- With until="end", `next` otherwise returns None only if every partition is read up to its end here, or is another
+  member's.
 
 Threads: `next` and `next_for` are for the thread that reads. `take_in_hand` is for the thread that has the lane: that
 thread, or the handler's thread in `run`. No lock is held while the source is read or waited for.
@@ -16,6 +18,7 @@ thread, or the handler's thread in `run`. No lock is held while the source is re
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -26,7 +29,7 @@ from pxrs.consumer.lanes import AnyNames, Lanes
 from pxrs.consumer.lifetime import Lifetime
 from pxrs.consumer.read_ahead import ReadAhead
 from pxrs.consumer.settling import Settling
-from pxrs.errors import PartitionsPaused
+from pxrs.errors import PartitionsPaused, ReadFailed
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
 from pxrs.log.batch import Batch
@@ -34,6 +37,8 @@ from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
 from pxrs.waiting import Cancel
+
+_logger = logging.getLogger(__name__)
 
 
 class HandOut:
@@ -76,7 +81,8 @@ class HandOut:
         return messages_of(batch, *self.names.place(lane.partition), lane.epoch)
 
     def next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
-        """A lane, and messages from its position on. None when the time is up, or all is read with until="end"."""
+        """A lane, and messages from its position on. None when the time is up, after `stop`, or when all is read with
+        until="end"."""
         began = time.monotonic()
         try:
             return self._next(timeout)
@@ -89,6 +95,8 @@ class HandOut:
         has_fetched = False
         while True:
             change = self.changes.next_change  # before anything is looked at, also whether the consumer is closed
+            if self.lifetime.is_stopped:  # before `_check`: what another thread closes after `stop` ends normally
+                return None
             self._check()
             if self.member.is_away:
                 self.member.come_back()
@@ -103,7 +111,7 @@ class HandOut:
             left = None if until is None else max(0.0, until - time.monotonic())
             if left == 0.0 and has_fetched:
                 return None
-            self.read_ahead.fetch(lanes, left, change)
+            self._fetch(lanes, left, change)
             has_fetched = True
 
     def next_for(self, busy: Collection[Lane], count: int, change: Cancel) -> list[tuple[Lane, Batch]] | None:
@@ -131,10 +139,20 @@ class HandOut:
             return None
         began = time.monotonic()
         try:
-            self.read_ahead.fetch(lanes, None, change)
+            self._fetch(lanes, None, change)
         finally:
             self.counts.poll.observe(time.monotonic() - began)
         return []
+
+    def _fetch(self, lanes: Iterable[Lane], timeout: float | None, change: Cancel) -> None:
+        """Wait for messages. Raises what the source raises; but after `stop`, which has no use for messages, the
+        failure of a read is logged, so that a loop whose server does not answer ends normally."""
+        try:
+            self.read_ahead.fetch(lanes, timeout, change)
+        except ReadFailed as error:
+            if not self.lifetime.is_stopped:
+                raise
+            _logger.warning("group %s: a read failed after `stop`: %s", self.group, error, extra={"group": self.group})
 
     def readable(self) -> list[Lane]:
         """The lanes of which messages may be handed out now; none past the lease's deadline."""

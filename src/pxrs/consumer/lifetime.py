@@ -1,9 +1,9 @@
-"""Whether a consumer may be used: not after `close`, and not in a process that was forked after it was made (R11)."""
+"""Whether a consumer may be used: not after `close`, and not in a process that was forked after it was made (R11); and
+whether it hands out messages: not after `stop`."""
 
 from __future__ import annotations
 
 import os
-import threading
 
 from pxrs.errors import Closed, UsedAfterFork
 
@@ -16,8 +16,9 @@ class Lifetime:
         self._pid = os.getpid()
         self.is_closed = False
         """Set as soon as `close` is called."""
-        self.stopping = threading.Event()
-        """Set by `stop` and `close`: `run` returns when what is in hand is done. `run` clears it when it returns."""
+        self.is_stopped = False
+        """Set by `stop`, for good: nothing is handed out any more, and every call that reads ends normally. A plain
+        field, so that the handler of a signal can set it without a lock."""
 
     @property
     def is_forked(self) -> bool:

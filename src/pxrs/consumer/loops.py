@@ -1,7 +1,8 @@
 """Reading on the user's own thread: `for message in inbox`, `poll` and `batches`.
 
 In each of them a message is done when the thread that has it asks for more, unless ack="manual". A loop that is left,
-by `break`, by an exception or because its iterator is closed or dropped, leaves its last message undone.
+by `break`, by an exception or because its iterator is closed or dropped, leaves its last message undone. A loop that
+ends because of `stop` has asked for more, so its last message is done.
 
 A loop keeps its consumer alive (`consumer` below): a consumer that nobody refers to leaves its group.
 """
@@ -38,11 +39,11 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
 
     This is the loop that users measure: it does in line, for each message, what `HandOut.take_in_hand` and
     `Settling.finish` do."""
-    settling, clock = hand_out.settling, hand_out.clock.now
+    settling, clock, lifetime = hand_out.settling, hand_out.clock.now, hand_out.lifetime
     expects_acks = settling.expects_acks
     reading = Reading("a loop over its messages", is_loop=True)
     try:
-        hand_out.lifetime.check_usable()
+        lifetime.check_usable()
         settling.enter(reading)
         settling.begin(Event.LOOP)
         while True:
@@ -66,7 +67,7 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
                         lane.expect((message[2],))
                     # Write `position`, then read `is_halted`: see `Lane`.
                     lane.position = position = message[2] + 1
-                    if lane.is_halted or now >= lease.deadline or lane.seeks != seeks:
+                    if lane.is_halted or now >= lease.deadline or lane.seeks != seeks or lifetime.is_stopped:
                         settling.retract(lane, message[2])
                         break
                     lane.handed = handed = position
@@ -86,7 +87,8 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
 
 
 def poll(hand_out: HandOut, max_messages: int, timeout: float | None) -> list[Message]:
-    """Up to `max_messages` messages of one partition; none if the time is up, or at the end with until="end"."""
+    """Up to `max_messages` messages of one partition; none if the time is up, after `stop`, or at the end with
+    until="end"."""
     settling = hand_out.settling
     reading = Reading("`poll`")
     try:

@@ -74,10 +74,7 @@ class ErrorPolicy:
 class Runner:
     """One call of `Consumer.run`."""
 
-    def __init__(
-        self, hand_out: HandOut, handler: Handler, threads: int, policy: ErrorPolicy, stopped: threading.Event
-    ) -> None:
-        """stopped: ends `run` when what is in hand is done; the runner sets it when it ends for another reason."""
+    def __init__(self, hand_out: HandOut, handler: Handler, threads: int, policy: ErrorPolicy) -> None:
         threads = arguments.whole(InvalidGroup, "threads", threads, 1, THREADS_MAX)
         if fault := fault_of("the handler", handler, OF_A_MESSAGE):
             raise InvalidGroup(fault)
@@ -87,7 +84,13 @@ class Runner:
         self._failure: BaseException | None = None
         """What `run` raises: the first error that ended a handler's thread."""
         self._log = LimitedLog(_logger)
-        self._stopped = stopped
+        self._ended = threading.Event()
+        """Set when `run` gives out no more batches, for whatever reason."""
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether no further message may be given to the handler; `run` returns when the running handlers have."""
+        return self._ended.is_set() or self._hand_out.lifetime.is_stopped or self._hand_out.lifetime.is_closed
 
     def run(self) -> None:
         try:
@@ -109,7 +112,7 @@ class Runner:
             try:
                 while True:
                     change = hand_out.changes.next_change  # read before `busy`: see `next_for`
-                    if self._stopped.is_set() or self._failure is not None:
+                    if self._is_ending or self._failure is not None:
                         break
                     with self._lock:
                         busy = set(self._busy)
@@ -124,7 +127,7 @@ class Runner:
                 if not hand_out.lifetime.is_closed:
                     raise
             finally:
-                self._stopped.set()  # threads that wait before a retry give up; the pool finishes what is in hand
+                self._ended.set()  # threads that wait before a retry give up; the pool finishes what is in hand
 
     def _note(self, done: Future[None]) -> None:
         error = done.exception()
@@ -146,7 +149,7 @@ class Runner:
         began = time.monotonic()
         try:
             for message in hand_out.messages_of(lane, batch):
-                if self._stopped.is_set() or not hand_out.take_in_hand(lane, position, message.offset + 1):
+                if self._is_ending or not hand_out.take_in_hand(lane, position, message.offset + 1):
                     break
                 position = message.offset + 1
                 if not self._handle(lane, message):
@@ -205,11 +208,11 @@ class Runner:
         until = clock.now() + pause_s
         while True:
             lane.handed_at = now = clock.now()  # `progress_timeout` counts from here: the message is being retried
-            if lane.is_stopping or not self._is_owned(lane):
+            if lane.is_stopping or self._is_ending or not self._is_owned(lane):
                 return False
             if now >= until:
                 return True
-            if clock.wait(self._stopped, until, timeout=LOOK_S):
+            if clock.wait(self._ended, until, timeout=LOOK_S):
                 return False
 
     def _is_owned(self, lane: Lane) -> bool:

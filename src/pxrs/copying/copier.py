@@ -28,6 +28,9 @@ from pxrs.registry.contract import ABSENT, Registry
 
 TRIES_MAX: Final = 10
 """How often a piece is sent, and how often the record is read again after a lost reply, before the copy ends."""
+RETRY_S_MAX: Final = 60.0
+"""After how long a piece that cannot be stored is not sent again: a log that does not answer may take its whole
+`patience` each time."""
 _PAUSE_S: Final = (0.05, 2.0)
 """The pause before the second try, and the longest one; each is twice the one before."""
 
@@ -224,6 +227,7 @@ class Copier:
             Append.encoded(number, records, origin, piece.since.get(number), codec=codec) for number, records in parts
         ]
         pause_s, pause_s_max = _PAUSE_S
+        until = time.monotonic() + RETRY_S_MAX
         for attempt in range(TRIES_MAX):
             if attempt:
                 time.sleep(pause_s)
@@ -241,6 +245,8 @@ class Copier:
             if not again:
                 return
             left = again
+            if time.monotonic() >= until:
+                break
         raise error
 
     def _check_duplicate(self, record: CopyRecord, append: Append, outcome: StoredAt) -> None:

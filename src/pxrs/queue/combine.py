@@ -17,10 +17,11 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from collections import deque
 from typing import Final
 
-from pxrs.errors import Conflict, NotPermitted, OutcomeUnknown, UsedAfterFork
+from pxrs.errors import Conflict, NotPermitted, OutcomeUnknown, RegistryUnavailable, UsedAfterFork
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
 from pxrs.registry.steps import Write
@@ -69,7 +70,10 @@ class Combiner:
         self._pid = os.getpid()
 
     def commit(self, write: Write, lease: Lease | None = None) -> dict[str, int]:
-        """As `Registry.commit`, without ephemeral keys. lease: named by the commit if the write `is_leased`."""
+        """As `Registry.commit`, without ephemeral keys. lease: named by the commit if the write `is_leased`.
+
+        Waits for commits of other threads for up to the registry's `timeout`, and then raises RegistryUnavailable:
+        while the store does not answer, each of the commits before this one takes that long."""
         if os.getpid() != self._pid:  # a thread of the parent may be the leader, and is not in this process
             raise UsedAfterFork(f"the registry {self._registry.url} was opened before a fork: open it in the child")
         assert not write.ephemeral
@@ -77,12 +81,19 @@ class Combiner:
         if self._leader is not None:
             request.measure()  # here, and not under the lock
         together: list[_Request] = []
+        until = time.monotonic() + self._registry.timeout_s
         try:
             with self._changed:
                 self._waiting.append(request)
             while not request.is_done:
                 with self._changed:
                     while self._leader is not None and not request.is_done:
+                        if time.monotonic() >= until and request in self._waiting:  # no leader has it
+                            self._waiting.remove(request)  # under the lock: no leader may take it now
+                            raise RegistryUnavailable(
+                                f"{self._registry.url}: commits of other threads took {self._registry.timeout_s:g} s "
+                                "(`timeout` of the address), and this one was not sent: does the store answer?"
+                            )
                         # For a bounded time: a KeyboardInterrupt may have kept the leader from notifying.
                         self._changed.wait(_LOOK_S)
                     if request.is_done:

@@ -129,12 +129,13 @@ def connect(conninfo: str, deadline: float) -> PGconn:
 
 def _establish(pgconn: PGconn, deadline: float) -> str:
     """Connect with libpq's non-blocking calls. Returns why that failed, or an empty string."""
+    began = time.monotonic()
     status = pq.PollingStatus.WRITING if pgconn.status != pq.ConnStatus.BAD else pq.PollingStatus.FAILED
     while status != pq.PollingStatus.FAILED:
         events = select.poll()  # made anew each time, because libpq may have opened another socket
         events.register(pgconn.socket, select.POLLIN if status == pq.PollingStatus.READING else select.POLLOUT)
         if not events.poll(max(deadline - time.monotonic(), 0.0) * 1000):
-            return f"no answer in time from {pgconn.host.decode()}"
+            return f"no answer within {deadline - began:.3g} s from {pgconn.host.decode()}"
         status = pq.PollingStatus(pgconn.connect_poll())
         if status == pq.PollingStatus.OK:
             return ""
@@ -177,7 +178,7 @@ class Wire:
 
     def run(self, commands: Sequence[Command], deadline: float) -> Reply:
         """Send the commands together and wait for their answers, until the deadline on `time.monotonic()`."""
-        reply = Reply()
+        reply, began = Reply(), time.monotonic()
         self._is_waiting = True  # stays True if an interrupt leaves this method, so that the connection is closed
         try:
             preparing = self._send(commands)
@@ -189,7 +190,7 @@ class Wire:
             reply.message = reply.message or _one_line(str(error))
         except TimeoutError:
             reply.is_lost = True
-            reply.message = "no answer in time"
+            reply.message = f"no answer within {deadline - began:.3g} s"
             self.close()
         return reply
 

@@ -92,7 +92,7 @@ class Session(ABC):
         if client.was_refused:
             raise AccessDenied(f"{self.endpoint.url}: the server refused the credentials")
         self._client()
-        raise RegistryUnavailable(f"{self.endpoint.url}: no server could be reached in time")
+        raise RegistryUnavailable(f"{self.endpoint.url}: no server could be reached within {self.endpoint.timeout:g} s")
 
     def attempt(self, action: Callable[[Client, float], T], until: float) -> T:
         """Call the action with a connected client; again if it was interrupted before it had an effect."""

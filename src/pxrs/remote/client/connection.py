@@ -60,6 +60,12 @@ class Connection:
         address that leads nowhere is told soon."""
         return self.settings.patience_s if self._link.was_connected else self.settings.timeout_s
 
+    def given_up(self, seconds: float) -> str:
+        """For the error of a call that waited for so long: which limit has ended it, and what to do."""
+        is_patience = self._link.was_connected and seconds > self.settings.timeout_s
+        limit = "patience" if is_patience else "timeout"
+        return f"given up after {seconds:g} s (`{limit}` of the address): ask the server with `pxrs ping`"
+
     @property
     def last_hello(self) -> Hello | None:
         """What the last server that answered has said; None if none ever has."""

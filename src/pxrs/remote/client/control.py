@@ -101,6 +101,8 @@ class ControlStream:
         self._heard_at = 0.0
         """When the last message came, on the monotonic clock."""
         self._call: Any = None
+        self._is_given_up = False
+        """Whether `greet` has cancelled the stream because no hello came in time."""
 
     # Beginning and ending.
 
@@ -113,13 +115,14 @@ class ControlStream:
                 if self._why is not None:
                     raise Unanswered(f"{where}: {self._why}", was_sent=False)
                 self._call = self.channel.exchange(self._messages(), metadata=self.channel.metadata)
-            timer = threading.Timer(timeout_s, self._call.cancel)
+            timer = threading.Timer(timeout_s, self._give_up)
             timer.daemon = True
             timer.start()
             self._take_hello(next(self._call))
         except grpc.RpcError as failure:
             error = lasting_refusal(failure, where) or error_in(failure)
-            raise error or Unanswered(f"{where}: {text_of(failure)}", was_sent=False) from None
+            why = f"no hello came within {timeout_s:g} s" if self._is_given_up else text_of(failure)
+            raise error or Unanswered(f"{where}: {why}", was_sent=False) from None
         except StopIteration:
             raise Unanswered(f"{where}: the server ended the stream without a hello", was_sent=False) from None
         except (ValueError, TypeError, AttributeError, KeyError, flight.MalformedMessage) as error:
@@ -127,6 +130,10 @@ class ControlStream:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    def _give_up(self) -> None:
+        self._is_given_up = True
+        self._call.cancel()
 
     def _take_hello(self, data: bytes) -> None:
         first = wire.loads(flight.read_flight_data(data).app_metadata)
@@ -225,7 +232,7 @@ class ControlStream:
         with self._lock:
             if request.answer is None:
                 self._unanswered.pop(request.number, None)
-                text = f"{self.channel.target} did not answer in time"
+                text = f"{self.channel.target} did not answer within {time.monotonic() - request.since:.1f} s"
                 request.answer = Unanswered(text, was_sent=request.is_sent)
         if isinstance(request.answer, Exception):
             raise request.answer

@@ -163,4 +163,5 @@ class RemoteRegistry(Registry):
             return self._connection.ask(call, arguments, seconds_left(self.timeout_s))
         except Unanswered as error:
             self._check_usable()
-            raise RegistryUnavailable(f"{self.url}: {error}") from error
+            given_up = self._connection.given_up(self.timeout_s)
+            raise RegistryUnavailable(f"{self.url}: {error}; {given_up}") from error

@@ -22,7 +22,8 @@ from pxrs.remote.client.topic import RemoteTopic
 ASK_S: Final = 0.05
 """How often the owners of a topic are asked for at most."""
 ANSWER_S: Final = 20.0
-"""How long a broker may take to answer: longer than an append waits there for its acknowledgements."""
+"""How long a broker may take to answer, unless the `patience` of the address is shorter: longer than an append waits
+there for its acknowledgements."""
 ABSENT_S: Final = 60.0
 """How long a broker must be absent before its connection is given up: longer than any call to it may take."""
 
@@ -72,12 +73,14 @@ class Peers:
             return self._topics.get((address, handle.id)) is handle
 
     def _settings_of(self, address: str) -> Settings:
+        # A broker that hangs must not hold up a call for longer than the address allows.
+        answer_s = min(ANSWER_S, self._settings.patience_s)
         return replace(
             self._settings,
             shown=f"pxrs://{address}",
             targets=(address,),
-            timeout_s=ANSWER_S,
-            patience_s=ANSWER_S,
+            timeout_s=answer_s,
+            patience_s=answer_s,
             is_direct=True,
         )
 

@@ -57,9 +57,10 @@ class Session:
                 return attempt(connection, until)
             except (Unanswered, *AWAY) as error:
                 self.connection()  # raises Closed if the log was closed meanwhile
-                is_final = isinstance(error, Refused) or connection.settings.is_direct
-                if is_final or time.monotonic() + pause_s >= until:
+                if isinstance(error, Refused) or connection.settings.is_direct:
                     raise ReadFailed(f"{self.url}: {error}") from error
+                if time.monotonic() + pause_s >= until:
+                    raise ReadFailed(f"{self.url}: {error}; {connection.given_up(connection.patience_s)}") from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from pxrs import arguments
 from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
 from pxrs.sources.sql_table.identity import Meaning, checked_id, has_misplaced_secret
@@ -42,6 +44,8 @@ PAGE_BYTES_DEFAULT: Final = 4 << 20
 CACHE_BYTES_DEFAULT: Final = 32 << 20
 CONNECT_S_MAX: Final = 10
 """How long a connection to PostgreSQL may take, unless the address or PGCONNECT_TIMEOUT says otherwise."""
+READ_S_MAX: Final = 60.0
+"""How long a query may take: the default of `read_timeout`."""
 _DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 
 
@@ -65,6 +69,7 @@ def sql_table(
     settle_s: float | None = None,
     page_bytes: int = PAGE_BYTES_DEFAULT,
     cache_bytes: int = CACHE_BYTES_DEFAULT,
+    read_timeout: float | timedelta | None = None,
 ) -> SqlTable:
     """A table, `NAME` or `SCHEMA.NAME`, as a Source with this number of virtual partitions.
 
@@ -78,6 +83,8 @@ def sql_table(
         notify_channel    PostgreSQL: look when a NOTIFY comes on this channel, instead of every `poll_s` seconds
         settle_s          hold rows back for this time after they were first seen; docs/sources.md says when to use it
         page_bytes, cache_bytes  how much is read at a time, and kept for the other partitions
+        read_timeout      how long PostgreSQL or Oracle may take to answer one query (60 s); then the read fails. An
+                          engine of your own waits as you have set it
 
     Raises InvalidUrl, InvalidTopic, MissingDependency at once, and ReadFailed if the database cannot be reached.
     """
@@ -92,6 +99,8 @@ def sql_table(
         raise InvalidTopic(f"{table}: settle_s is {settle_s}; give seconds")
     if id is not None and identity is not None:
         raise InvalidTopic(f"{table}: give identity or id, one of them")
+    given_s = READ_S_MAX if read_timeout is None else read_timeout
+    read_timeout_s = arguments.seconds(InvalidTopic, "read_timeout", given_s)
     columns = Columns(id_column, key_column, value_column, tuple(value_columns or ()), timestamp_column)
     # The constructor checks name, partition count and partitioner. The id follows once the database was asked.
     topic = Topic(table if name is None else name, "" if id is None else checked_id(id), partitions, partitioner)
@@ -110,6 +119,7 @@ def sql_table(
             settle_s=settle_s,
             page_bytes=page_bytes,
             cache_bytes=cache_bytes,
+            read_timeout_s=read_timeout_s,
         )
     except BaseException:
         if is_ours:

@@ -16,6 +16,8 @@ from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 
+CLOSE_S_MAX: Final = 5.0
+"""How long `close` waits for a thread that is connecting."""
 _BACKOFF_S: Final = (0.1, 5.0)
 
 
@@ -48,7 +50,11 @@ class Listener:
             thread = self._thread
         os.write(self._bell_sender, b"!")
         if thread is not None:
-            thread.join()
+            # It may be connecting, or wait for the answer to LISTEN, each of which is limited.
+            thread.join(CLOSE_S_MAX)
+            if thread.is_alive():
+                log.warning("the listener of %s is still connecting while the table is closed", self._table.address)
+                return  # the thread is a daemon, and still uses the pipe
         self._drop()
         os.close(self._bell_sender)
         os.close(self._bell_receiver)

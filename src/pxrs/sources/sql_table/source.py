@@ -62,10 +62,11 @@ class SqlTable(Source):
         settle_s: float | None,
         page_bytes: int,
         cache_bytes: int,
+        read_timeout_s: float,
     ) -> None:
         """topic: has the name, partition count and partitioner, and the id if the user gave one."""
         self.name, self.partitions = topic.name, topic.partitions
-        self._table = Table(engine, table, columns, self.name)
+        self._table = Table(engine, table, columns, self.name, read_timeout_s if is_ours else None)
         tells_writers, resolved = self._table.check(settle_s)
         known = identify(engine.url, resolved, meaning, identity, topic.id or None)
         self.id, self.former_ids = known.id, known.former_ids

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -11,6 +15,7 @@ from pxrs.errors import InvalidRecord, InvalidTopic, ReadFailed
 from pxrs.model import EPOCH
 from pxrs.sources.sql_table.cells import as_json, key_bytes, micros
 from pxrs.sources.sql_table.identity import Resolved, place_of, shown_url, without_secrets
+from pxrs.waiting import start_thread
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Connection, Engine
@@ -88,10 +93,79 @@ class Rows(NamedTuple):
     is_cut: bool
 
 
+class _ReadLimit:
+    """Ends queries that a database does not answer: libpq waits without a limit for a server that is stopped.
+
+    The limit is for a `with` block, and also holds for the query with which SQLAlchemy checks a pooled connection. When
+    it has passed, the sockets of all connections of the engine are shut down, because which one the block waits for is
+    not known while SQLAlchemy checks it; they all lead to the same server. The drivers then raise, and SQLAlchemy
+    connects anew. Only for an engine that nobody else uses."""
+
+    def __init__(self, engine: Engine, seconds: float) -> None:
+        import sqlalchemy
+
+        self._seconds = seconds
+        self._driver = engine.dialect.driver
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The open connections of psycopg. Guarded by `_lock`."""
+        self._lock = threading.Lock()
+        sqlalchemy.event.listen(engine, "connect", self._note)
+
+    def _note(self, connection: Any, record: object) -> None:
+        if self._driver == "psycopg":
+            with self._lock:
+                self._connections.add(connection)
+        elif self._driver == "oracledb":
+            connection.call_timeout = int(self._seconds * 1000)
+
+    @contextmanager
+    def applied(self, where: str) -> Iterator[None]:
+        """Raises ReadFailed if the block does not end in time. where: begins the error's text."""
+        if self._driver != "psycopg":
+            yield
+            return
+        is_late, is_over = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(self._seconds):  # again: SQLAlchemy may have connected anew, and be waiting again
+                is_late.set()
+                self._shut_down()
+
+        try:
+            start_thread(watch, "pxrs-table-limit")
+        except RuntimeError as error:  # the process has as many threads as it may have
+            raise ReadFailed(f"{where}: not read, because nothing would limit the query: {error}") from error
+        try:
+            yield
+        except Exception as error:
+            if not is_late.is_set():
+                raise
+            raise ReadFailed(
+                f"{where}: the database has not answered within {self._seconds:g} s (`read_timeout`): is it stopped, "
+                "or is a query of this table slow?"
+            ) from error
+        finally:
+            is_over.set()
+
+    def _shut_down(self) -> None:
+        import psycopg
+
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            # With a copy of the descriptor, so that the end of the inner block leaves the connection's own one open.
+            # `fileno` raises if another thread has closed the connection meanwhile.
+            with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as opened:
+                opened.shutdown(socket.SHUT_RDWR)
+
+
 class Table:
     """Runs the queries on one table. Raises ReadFailed and InvalidTopic in place of errors of the driver."""
 
-    def __init__(self, engine: Engine, table: str, columns: Columns, name: str) -> None:
+    def __init__(
+        self, engine: Engine, table: str, columns: Columns, name: str, read_timeout_s: float | None = None
+    ) -> None:
+        """read_timeout_s: how long the calls of one query may take; None: as long as the engine lets them."""
         import sqlalchemy
 
         self.engine, self._columns, self._name = engine, columns, name
@@ -104,6 +178,7 @@ class Table:
         self._id = self._from.c[columns.id]
         self._relation: int | None = None
         self._sequence: int | None = None
+        self._limit = None if read_timeout_s is None else _ReadLimit(engine, read_timeout_s)
 
     def check(self, settle_s: float | None) -> tuple[bool, Resolved]:
         """Check the table. Returns whether the database reports who is writing, and which table the name stands for.
@@ -245,7 +320,7 @@ class Table:
             raise InvalidTopic(f"{self._full_name}: notify_channel needs PostgreSQL and its driver psycopg")
         from psycopg import sql
 
-        with self._translated():
+        with self._translated(), self._limited():
             pooled = self.engine.raw_connection()
             connection: Any = pooled.driver_connection
             pooled.detach()
@@ -261,11 +336,14 @@ class Table:
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
         """A connection for one query. Its transaction ends with it, so that the next query sees new rows."""
-        with self._translated(), self.engine.connect() as connection:
+        with self._translated(), self._limited(), self.engine.connect() as connection:
             if self.dialect == "postgresql":
                 # A server-side cursor needs a transaction, also if the engine is in autocommit mode.
                 connection = connection.execution_options(isolation_level="READ COMMITTED", postgresql_readonly=True)
             yield connection
+
+    def _limited(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._limit is None else self._limit.applied(f"{self.address}: {self._full_name}")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
