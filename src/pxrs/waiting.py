@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -44,6 +46,43 @@ def wait_for_signal(event: threading.Event) -> None:
     not wake that thread if it comes just before the wait begins, or if the system gives it to another thread."""
     while not event.wait(SIGNAL_S):
         pass
+
+
+class _Limit(threading.local):
+    until = math.inf
+
+
+_limit = _Limit()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """All calls of a store or a log that this thread makes inside the block end within this number of seconds together.
+    If an outer block has an earlier limit, that one counts."""
+    with time_limit_at(time.monotonic() + seconds):
+        yield
+
+
+@contextmanager
+def time_limit_at(until: float) -> Iterator[None]:
+    """As `time_limit`, until a moment of the monotonic clock. A call that makes others on further threads passes on
+    its own limit, `limit_until()`, by this."""
+    before = _limit.until
+    _limit.until = min(before, until)
+    try:
+        yield
+    finally:
+        _limit.until = before
+
+
+def limit_until() -> float:
+    """The moment of the monotonic clock at which this thread's limit is over; infinite if it has none."""
+    return _limit.until
+
+
+def seconds_left(seconds: float) -> float:
+    """The smaller one of `seconds` and the time until this thread's limit."""
+    return max(0.0, min(seconds, _limit.until - time.monotonic()))
 
 
 class Subscription:
