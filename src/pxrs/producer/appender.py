@@ -198,6 +198,7 @@ class Appender:
     def add(self, batches: Sequence[SentBatch]) -> None:
         """Queue batches. Those of partitions that have failed get their results at once."""
         failed: list[Result] = []
+        is_apart = False
         with self.lock:
             for batch in batches:
                 error = self._outbox.refusal(batch)
@@ -209,7 +210,10 @@ class Appender:
                     lane = self._lanes[batch.partition] = _Lane(batch.partition)
                 lane.queue.append(batch)
                 self._active[batch.partition] = lane
+                is_apart |= lane.cohort is not None
             self._settle(failed, {})
+        if is_apart:
+            self._changed()
 
     # Which lanes are tried when.
 
@@ -220,10 +224,10 @@ class Appender:
         with self.lock:
             if self._is_abandoned:
                 return None
-            ready = [lane for lane in self._active.values() if not lane.is_trying and lane.due <= now]
-            for lane in ready:
-                if lane.cohort is None and lane.expires_at - now < self._delivery_s / 4:
-                    lane.cohort = _LATE
+            ready = [lane for lane in self._active.values() if not lane.is_trying and lane.due <= now < lane.expires_at]
+            late = [each for each in ready if each.cohort is None and each.expires_at - now < self._delivery_s / 4]
+            for lane in late:
+                lane.cohort = _LATE
             if is_apart:
                 cohort = next((lane.cohort for lane in ready if lane.cohort is not None), None)
                 chosen = [] if cohort is None else [lane for lane in ready if lane.cohort == cohort]
@@ -235,7 +239,10 @@ class Appender:
                 lane.is_trying = True
                 if not lane.tries:
                     lane.began = now
-            return Call(next(self._numbers), chosen, is_apart=is_apart) if chosen else None
+            call = Call(next(self._numbers), chosen, is_apart=is_apart) if chosen else None
+        if late and not is_apart:
+            self._changed()
+        return call
 
     def wake_at(self, *, is_apart: bool = False) -> float:
         """When `next_call` or `expire` may find more although nothing has changed, on the monotonic clock."""
