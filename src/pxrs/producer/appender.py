@@ -1,8 +1,8 @@
 """Gives a producer's batches to the log and resends them until each has a final outcome, stored once (L4, W1).
 
 Each partition is a lane: batches wait in it in order, and at most one group of BATCHES_KEPT batches is being tried, so
-the log remembers as many as can be resent. A group carries origins: the lane's producer id, and the number of each batch
-under that id. The Appender alone resends, and decides by the outcome of each batch (`pxrs.log.outcomes`):
+the log remembers as many as can be resent. A group carries origins: the lane's producer id, and the number of each
+batch under that id. The Appender alone resends, and decides by the outcome of each batch (`pxrs.log.outcomes`):
 
 | outcome of a try                                | what the Appender does                                          |
 |-------------------------------------------------|-----------------------------------------------------------------|
@@ -277,7 +277,9 @@ class Appender:
             for lane in list(self._active.values()):
                 place = f"{self._log.name}/{lane.partition}"
                 if lane.is_given or lane.may_be_stored:
-                    error: Exception = AppendUnknown(f"{place}: the producer was closed before an answer; {_LOOK_FOR_IT}")
+                    error: Exception = AppendUnknown(
+                        f"{place}: the producer was closed before an answer; {_LOOK_FOR_IT}"
+                    )
                 else:
                     error = AppendFailed(f"{place}: not stored, because the producer was closed{self._tried(lane)}")
                 self._fail(lane, error, results, failed)
@@ -568,9 +570,7 @@ class Appender:
         is_forgotten = isinstance(error, UnknownProducer) and error.stored is None
         return is_forgotten and not lane.may_be_stored and not lane.is_renamed
 
-    def _fail(
-        self, lane: _Lane, error: BaseException, results: list[Result], failed: dict[int, BaseException]
-    ) -> None:
+    def _fail(self, lane: _Lane, error: BaseException, results: list[Result], failed: dict[int, BaseException]) -> None:
         """Fail the lane's group with this error, and what waits behind it as not stored. Under the lock."""
         behind = error
         if isinstance(error, _PASSING):

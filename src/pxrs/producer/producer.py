@@ -5,7 +5,8 @@ or when its first message has waited for `linger_s`. It hashes each distinct key
 them into batches, and appends these. While an append is under way more messages are collected, so that a slow disk
 makes the batches larger, and not the queue longer. `buffer_bytes` bounds what waits; beyond it `send` blocks (X16).
 
-No error of an append is lost: the receipts of its messages raise it, and so does `flush` or `close`.
+No error of an append is lost: the receipts of its messages raise it, and so does `flush` or `close`. Every message has
+its result at its `delivery_timeout`, or a moment later, whatever the log does.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Producer:
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
         self.sending = SendingThread(log, self._hash, limits, tries)
-        """The background threads. They outlive a producer that was dropped without `close`, until all is stored: so a hub
-        that is being closed closes this."""
+        """The background threads. They outlive a producer that was dropped without `close`, until all is stored: so a
+        hub that is being closed closes this."""
         self._outbox = self.sending.outbox
         self.sending.start()
 

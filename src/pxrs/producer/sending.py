@@ -139,8 +139,8 @@ class SendingThread:
             if is_late and not is_ended:
                 error, outbox.error = outbox.error, None
                 raise TimeoutError(
-                    f"the producer of {self._log.name} was closed, and not everything was stored within {timeout_s:g} s: "
-                    "receipts tell of each message"
+                    f"the producer of {self._log.name} was closed, and not everything was stored within "
+                    f"{timeout_s:g} s: receipts tell of each message"
                 ) from error
             outbox.raise_first()
 

@@ -190,7 +190,9 @@ def test_flush_and_close_against_a_held_append_lock_end_and_the_error_says_how_l
     with held_lock(folder, 1):
         began = time.monotonic()
         receipt = out.send(b"a", partition=1)
-        with pytest.raises(AppendFailed, match=r"not stored within the delivery_timeout of 0\.7 s; tried . times? within"):
+        with pytest.raises(
+            AppendFailed, match=r"not stored within the delivery_timeout of 0\.7 s; tried . times? within"
+        ):
             out.flush()
         assert time.monotonic() - began < 0.7 + LATE_S + SOON_S / 2
         assert not isinstance(failure(receipt), AppendUnknown), "the wait for the lock ends with the time"
@@ -214,7 +216,7 @@ def test_a_hub_that_is_closed_waits_no_longer_than_the_delivery_timeout_of_its_p
 def test_flush_with_a_timeout_leaves_under_way_what_waits(holding: Holding) -> None:
     with Producer(holding, linger_s=0) as out:
         receipt = out.send(b"a", partition=1)
-        with pytest.raises(TimeoutError, match="not everything was stored within 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"not everything was stored within 0\.01 s"):
             out.flush(timeout=0.01)
         holding.gate.opened.set()
         out.flush(timeout=SOON_S)
@@ -226,7 +228,7 @@ def test_close_with_a_timeout_fails_what_waits_and_closes_the_producer(holding: 
     given = out.send(b"given to the log", partition=1)
     assert holding.gate.reached.wait(SOON_S)
     queued = out.send(b"queued", partition=1)
-    with pytest.raises(TimeoutError, match="closed, and not everything was stored within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"closed, and not everything was stored within 0\.05 s"):
         out.close(timeout=0.05)
     assert isinstance(failure(given), AppendUnknown)
     assert not isinstance(failure(queued), AppendUnknown)
