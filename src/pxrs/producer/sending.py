@@ -337,6 +337,7 @@ class SendingThread:
                 self._log.name,
                 outbox.error,
             )
+            outbox.error = None  # told by the record: a hub that is closed later does not raise it again
         self._kept = ()
 
     def _cut_in_hand(self) -> Iterator[SentBatch]:

@@ -7,7 +7,7 @@ user sets a limit for all of them together, so that the user does not wait for `
         entry = registry.get(key)           # both together take no longer than this
         registry.commit({key: entry.version}, ...)
 
-The limit (`pxrs.waiting.time_limit`) holds for the thread that sets it, and for calls of a log too. It is counted on the
+The limit (`pxrs.waiting.time_limit`) holds for the thread that sets it, and for calls of a log. It is counted on the
 machine's monotonic clock, not on the registry's clock: it bounds how long a call waits, and says nothing about whether
 a lease is alive.
 """
