@@ -46,6 +46,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import pyarrow as pa
+
 from pxrs.errors import (
     AppendFailed,
     AppendUnknown,
@@ -120,8 +122,11 @@ class _Lane:
     cohort: int | None = None
     """Lanes with the same number are tried together, apart from others. None: together with all that have none."""
     # The group.
-    batches: list[SentBatch] = field(default_factory=list)
+    parts: list[list[SentBatch]] = field(default_factory=list)
+    """Each is stored as one batch of the log. Batches that were taken in different rounds, because the partition was
+    busy meanwhile, are stored together if they are small: else a slow log would get as many tiny ones as it is slow."""
     payloads: list[Payload] = field(default_factory=list)
+    """The encoded parts."""
     appends: list[Append] = field(default_factory=list)
     """The payloads with their origins; empty if these have yet to be chosen."""
     tries: int = 0
@@ -140,10 +145,10 @@ class _Lane:
     @property
     def expires_at(self) -> float:
         """That of the oldest batch, of which there must be one."""
-        return (self.batches[0] if self.batches else self.queue[0]).expires_at
+        return (self.parts[0][0] if self.parts else self.queue[0]).expires_at
 
     def end_group(self) -> None:
-        self.batches, self.payloads, self.appends = [], [], []
+        self.parts, self.payloads, self.appends = [], [], []
         self.tries, self.due, self.pause_s = 0, 0.0, _BACKOFF_S[0]
         self.may_be_stored = self.is_renamed = self.is_trying = self.is_given = False
         self.error = None
@@ -152,7 +157,7 @@ class _Lane:
 class Call:
     """One append, with the groups of some lanes."""
 
-    __slots__ = ("began", "id", "is_apart", "is_slow", "made_at", "told", "unanswered")
+    __slots__ = ("began", "blocks_since", "id", "is_apart", "is_slow", "told", "unanswered")
 
     def __init__(self, number: int, lanes: Sequence[_Lane], *, is_apart: bool) -> None:
         self.id, self.is_apart = number, is_apart
@@ -162,8 +167,10 @@ class Call:
         """Outcomes are taken one by one, as the log tells them. While False, they are collected in `told` until the
         append returns: each time that receipts get their results, threads that wait for them wake up."""
         self.told: dict[int, Sequence[Outcome]] = {}
-        self.made_at = self.began = time.monotonic()
-        """began: when the log was given the groups, once it was."""
+        self.began = time.monotonic()
+        """When the log was given the groups, once it was."""
+        self.blocks_since = math.inf
+        """When the thread has begun to wait for the log; infinite while it does something else. Without the lock."""
 
 
 class Appender:
@@ -313,7 +320,7 @@ class Appender:
             until = min((lane.expires_at for lane in given), default=0.0)
         if not given:
             return
-        call.began = began = time.monotonic()
+        call.began = call.blocks_since = began = time.monotonic()
         raised: Outcome
         try:
             with time_limit_at(until):
@@ -329,7 +336,7 @@ class Appender:
             self._counts.append.observe(time.monotonic() - began)
         with self.lock:
             left = {
-                number: call.told.get(number) or [raised] * len(lane.batches)
+                number: call.told.get(number) or [raised] * len(lane.parts)
                 for number, (lane, _) in call.unanswered.items()
             }
         if left:
@@ -345,11 +352,13 @@ class Appender:
         new = [lane for lane in lanes if lane.identity is None]
         if not new:
             return lanes
+        call.blocks_since = time.monotonic()
         if call.is_apart and len(lanes) == 1:
             ends = self._look_up_alone(call, lanes[0])
         else:
             with time_limit(_LOOK_UP_S):
                 ends = self._look_up_together([lane.partition for lane in new])
+        call.blocks_since = math.inf
         found = []
         with self.lock:
             for lane in lanes:
@@ -410,14 +419,13 @@ class Appender:
             with self.lock:
                 if not self._is_current(call, lane):
                     continue
-                fresh = [] if lane.batches else list(itertools.islice(lane.queue, BATCHES_KEPT))
-                records = [batch.records for batch in fresh]
+                fresh = [] if lane.parts else self._next_parts(lane)
+                records = [_joined([batch.records for batch in part]) for part in fresh]
             payloads: list[Payload] = []
             spans: list[Span] = []
             error: Exception | None = None
             for each in records:
                 try:
-                    assert each is not None
                     if self.tracing is not None:
                         span, each = self.tracing.begin(lane.partition, each)
                         spans.append(span)
@@ -428,23 +436,43 @@ class Appender:
             is_current = not (error is not None and not payloads)
             if not is_current:
                 assert error is not None
-                self._refuse(call, lane, error)
+                self._refuse(call, lane, fresh[0], error)
             with self.lock:
                 is_current = is_current and self._is_current(call, lane)
                 if self.tracing is not None:
                     count = len(payloads) if is_current else 0
-                    self._spans.update(zip(fresh[:count], spans, strict=False))
+                    self._spans.update((part[0], span) for part, span in zip(fresh[:count], spans, strict=False))
                     for span in spans[count:]:
                         self.tracing.end(span, error)
                 if not is_current:
                     continue
-                for payload in payloads:  # what stands behind an error is encoded again, and refused then
-                    lane.batches.append(lane.queue.popleft())
+                # What stands behind an error is encoded again, and refused then.
+                for part, payload in zip(fresh, payloads, strict=False):
+                    lane.parts.append([lane.queue.popleft() for _ in part])
                     lane.payloads.append(payload)
                 if not lane.appends:
                     lane.appends = [self._with_origin(lane, payload) for payload in lane.payloads]
                 ready.append(lane)
         return ready
+
+    def _next_parts(self, lane: _Lane) -> list[list[SentBatch]]:
+        """The first batches of the lane's queue, as the parts of a group: see `_Lane.parts`. Under the lock."""
+        rows_max, bytes_max = self._outbox.limits.batch_rows, self._outbox.limits.batch_bytes
+        parts: list[list[SentBatch]] = []
+        rows = size = 0
+        for batch in lane.queue:
+            if parts and parts[-1][-1].round != batch.round and self.tracing is None:
+                # The bytes of a batch are asked for only here, because that costs as much as the hashing of a few keys.
+                size = (size or _size(parts[-1][0])[1]) + _size(batch)[1]
+                rows = (rows or _size(parts[-1][0])[0]) + _size(batch)[0]
+                if rows <= rows_max and size <= bytes_max:
+                    parts[-1].append(batch)
+                    continue
+            if len(parts) == BATCHES_KEPT:
+                break
+            rows = size = 0
+            parts.append([batch])
+        return parts
 
     @staticmethod
     def _with_origin(lane: _Lane, payload: Payload) -> Append:
@@ -458,13 +486,13 @@ class Appender:
 
     # What a call has found.
 
-    def _refuse(self, call: Call, lane: _Lane, error: Exception) -> None:
-        """Fail a lane whose next batch cannot be encoded."""
+    def _refuse(self, call: Call, lane: _Lane, part: list[SentBatch], error: Exception) -> None:
+        """Fail a lane whose next part cannot be encoded."""
         results, failed = list[Result](), dict[int, BaseException]()
         with self.lock:
             if self._is_current(call, lane):
                 del call.unanswered[lane.partition]
-                lane.batches = [lane.queue.popleft()]
+                lane.parts = [[lane.queue.popleft() for _ in part]]
                 self._fail(lane, error, results, failed)
                 self._settle(results, failed)
         self._changed()
@@ -526,7 +554,7 @@ class Appender:
         if self._may_rename(lane, error):
             lane.identity, lane.appends, lane.is_renamed = None, [], True
         elif isinstance(error, AppendFailed) and lane.tries < self._tries_max:
-            self._counts.retries.add(len(lane.batches))
+            self._counts.retries.add(len(lane.parts))
             lane.due = min(now + lane.pause_s, lane.expires_at)
             lane.pause_s = min(lane.pause_s * 2, _BACKOFF_S[1])
             lane.cohort = call.id if now - call.began >= SLOW_S else None
@@ -545,21 +573,25 @@ class Appender:
     def _take_stored(self, lane: _Lane, outcomes: Sequence[Outcome], results: list[Result]) -> Exception | None:
         """Move the batches that are stored from the group to `results`. Returns the error of the others; None if all
         are stored."""
-        if len(outcomes) != len(lane.batches):
-            what = f"{self._log.name}/{lane.partition}: {len(outcomes)} outcomes of {len(lane.batches)} batches"
-            outcomes = [MaybeStored(AppendUnknown(what))] * len(lane.batches)
+        if len(outcomes) != len(lane.parts):
+            what = f"{self._log.name}/{lane.partition}: {len(outcomes)} outcomes of {len(lane.parts)} batches"
+            outcomes = [MaybeStored(AppendUnknown(what))] * len(lane.parts)
         error: Exception | None = None
         kept = []
-        for number, (batch, payload, outcome) in enumerate(zip(lane.batches, lane.payloads, outcomes, strict=True)):
+        for number, (part, payload, outcome) in enumerate(zip(lane.parts, lane.payloads, outcomes, strict=True)):
             if isinstance(outcome, StoredAt):
-                results.append((batch, outcome.offset))
+                offset = outcome.offset
+                for batch in part:
+                    results.append((batch, offset))
+                    assert batch.records is not None
+                    offset += batch.records.num_rows
                 self._counts.stored(payload.rows, payload.frame_bytes)
                 continue
             lane.may_be_stored |= isinstance(outcome, MaybeStored)
             error = error or outcome.error
             kept.append(number)
-        if error is not None and len(kept) < len(lane.batches):
-            lane.batches = [lane.batches[number] for number in kept]
+        if error is not None and len(kept) < len(lane.parts):
+            lane.parts = [lane.parts[number] for number in kept]
             lane.payloads = [lane.payloads[number] for number in kept]
             lane.appends = [lane.appends[number] for number in kept]
         return error
@@ -578,8 +610,8 @@ class Appender:
                 f"{self._log.name}/{lane.partition}: not stored, because what was sent to the partition before it has "
                 f"failed: {error}"
             )
-        results += [(batch, error) for batch in lane.batches]
-        results += [(batch, behind if lane.batches else error) for batch in lane.queue]
+        results += [(batch, error) for part in lane.parts for batch in part]
+        results += [(batch, behind if lane.parts else error) for batch in lane.queue]
         failed[lane.partition] = behind
         lane.queue.clear()
         lane.end_group()
@@ -621,6 +653,18 @@ class Appender:
     def _changed(self, *, is_apart: bool = True) -> None:
         self.changes += 1
         self._on_change(is_apart)
+
+
+def _size(batch: SentBatch) -> tuple[int, int]:
+    """The rows and bytes of a batch that has no result yet."""
+    assert batch.records is not None
+    return batch.records.num_rows, batch.records.nbytes
+
+
+def _joined(records: Sequence[pa.RecordBatch | None]) -> pa.RecordBatch:
+    """The rows of these batches as one."""
+    found = [each for each in records if each is not None]
+    return found[0] if len(found) == 1 else pa.Table.from_batches(found).combine_chunks().to_batches()[0]
 
 
 def _with_text(error: Exception, more: str) -> Exception:

@@ -299,7 +299,7 @@ class SendingThread:
     def _take_over(self, me: threading.Thread) -> bool:
         """Lead, if the leader has been busy with one append for SLOW_S."""
         call = self._leads_call
-        if call is None or time.monotonic() - call.made_at < SLOW_S:
+        if call is None or time.monotonic() - call.blocks_since < SLOW_S:
             return False
         with self._lock:
             if self._leads_call is not call:

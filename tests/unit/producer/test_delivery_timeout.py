@@ -369,6 +369,21 @@ def test_l4_w1_nothing_is_doubled_or_appears_that_was_not_stored_whatever_lands_
     assert sum(map(len, stored)) > 50
 
 
+def test_what_is_sent_while_a_partition_is_busy_is_stored_as_one_batch(holding: Holding) -> None:
+    """Else a log that takes long for each append would get a few messages with each."""
+    with Producer(holding, linger_s=0) as out:
+        receipts = [out.send(b"0", partition=1)]
+        assert holding.gate.reached.wait(SOON_S)
+        for number in range(1, 20):
+            receipts.append(out.send(b"%d" % number, partition=1))
+            assert out.send(b"other", partition=0).result(SOON_S) == (0, number - 1)  # in a round of its own
+        holding.gate.opened.set()
+        assert [receipt.result(SOON_S) for receipt in receipts] == [(1, number) for number in range(20)]
+    batches = [each for call in holding.calls for each in call if each.partition == 1]
+    assert [each.payload.rows for each in batches] == [1, 19]
+    assert holding.values(1) == [b"%d" % number for number in range(20)]
+
+
 def test_payloads_of_a_batch_that_is_tried_again_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from pxrs.producer import appender
 
