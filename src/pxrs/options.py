@@ -92,3 +92,4 @@ class ProducerOptions(TypedDict, total=False):
     buffer_bytes: int
     buffer_timeout: float | timedelta
     tries_max: int
+    delivery_timeout: float | timedelta

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -55,6 +57,43 @@ def _wait_at_most(event: threading.Event, seconds: float) -> None:
     while not event.wait(max(0.0, min(SIGNAL_S, until - time.monotonic()))):
         if time.monotonic() >= until:
             return
+
+
+class _Limit(threading.local):
+    until = math.inf
+
+
+_limit = _Limit()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """All calls of a store or a log that this thread makes inside the block end within this number of seconds together.
+    If an outer block has an earlier limit, that one counts."""
+    with time_limit_at(time.monotonic() + seconds):
+        yield
+
+
+@contextmanager
+def time_limit_at(until: float) -> Iterator[None]:
+    """As `time_limit`, until a moment of the monotonic clock. A call that makes others on further threads passes on
+    its own limit, `limit_until()`, by this."""
+    before = _limit.until
+    _limit.until = min(before, until)
+    try:
+        yield
+    finally:
+        _limit.until = before
+
+
+def limit_until() -> float:
+    """The moment of the monotonic clock at which this thread's limit is over; infinite if it has none."""
+    return _limit.until
+
+
+def seconds_left(seconds: float) -> float:
+    """The smaller one of `seconds` and the time until this thread's limit."""
+    return max(0.0, min(seconds, _limit.until - time.monotonic()))
 
 
 class Subscription:

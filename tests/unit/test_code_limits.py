@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from tests.unit.source_code import SOURCE, paths, trees
 
-FILE_LINES_MAX = 600
-CLASS_METHODS_MAX = 25
-FUNCTION_LINES_MAX = 60
+FILE_LINES_MAX = 650
+CLASS_METHODS_MAX = 28
+FUNCTION_LINES_MAX = 70
 WHY = "# Over the limit: "
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -300,10 +300,10 @@ def test_an_error_of_a_dropped_producer_is_logged_and_raised_by_the_receipts(
 ) -> None:
     fill(hub, 0)
 
-    def refuse(given: object) -> list[int]:
+    def refuse(given: object, tell: object) -> None:
         raise pxrs.errors.LogError("the disk is gone")
 
-    monkeypatch.setattr(hub.topic("t").log, "append", refuse)
+    monkeypatch.setattr(hub.topic("t").log, "append_each", refuse)
     receipts = []
 
     def lose_one() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -66,6 +66,18 @@ class Append(NamedTuple):
     ) -> Append:
         """Encode the records. Raises InvalidRecord if they are none, of another schema, or too large for one frame."""
         return cls(partition, encode(records, codec), origin, since)
+
+
+Tell = Callable[[Mapping[int, Sequence[Outcome]]], None]
+"""Given the outcomes of the batches of some partitions, in the order of the batches: see `TopicLog.append_each`."""
+
+
+def by_partition(appends: Iterable[Append], outcomes: Iterable[Outcome]) -> dict[int, list[Outcome]]:
+    """The outcomes of these batches by partition."""
+    found: dict[int, list[Outcome]] = {}
+    for append, outcome in zip(appends, outcomes, strict=True):
+        found.setdefault(append.partition, []).append(outcome)
+    return found
 
 
 class RetentionPlan(NamedTuple):
@@ -312,7 +324,17 @@ class TopicLog(Source):
 
         Raises only before anything is stored, for the whole call: InvalidRecord if a batch is damaged or names a
         partition that does not exist, TopicDeleted, HubMoved, NoWritePermission, Closed, UsedAfterFork. An interrupt
-        (such as KeyboardInterrupt) leaves every outcome unknown."""
+        (such as KeyboardInterrupt) leaves every outcome unknown.
+
+        If this thread has a time limit (`pxrs.waiting.time_limit`), waits inside of this call end with it: what was not
+        given to the disk or the server by then is NotStored, with AppendFailed; what has no answer is MaybeStored. A
+        system call that hangs cannot be ended."""
+
+    def append_each(self, appends: Sequence[Append], tell: Tell) -> None:
+        """As `append`, but partitions that are answered late do not hold up what is known of the others: calls `tell`
+        with the outcomes of partitions as soon as they are known, each partition once, from any thread. Raises as
+        `append`; what it raises is the outcome of every partition that `tell` was not called for."""
+        tell(by_partition(appends, self.append(appends)))
 
     @abstractmethod
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:

@@ -6,6 +6,7 @@ switches threads nor raises an interrupt inside that call, so a row is in the li
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -43,12 +44,20 @@ class Chunk:
     | counted | True        | >= 0    | nobody: rows behind `taken` are ignored, and their senders send again |
     """
 
-    __slots__ = ("counted", "has_details", "is_sealed", "is_watched", "large_bytes", "places", "rows", "taken")
+    __slots__ = (
+        *("counted", "has_details", "is_sealed", "is_watched", "large_bytes", "opened_at", "places", "rows"),
+        *("serial", "since", "taken"),
+    )
 
     def __init__(self, done: Condition) -> None:
         self.rows: list[Any] = []
         """Key, value, time in seconds (or RowDetails) of the first row, then of the second, and so on."""
         self.places = ChunkPlaces(done)
+        self.opened_at = self.since = time.monotonic()
+        """since: nothing in the chunk was added before this moment of the monotonic clock, but for the moment that the
+        background thread takes to wake up. Set when the chunk is sealed."""
+        self.serial = 0
+        """The chunk's number among what the outbox has sealed. Set when the chunk is sealed."""
         self.is_sealed = False
         self.is_watched = False
         """A sender that has added a row must call `Outbox.recheck`: the chunk was sealed meanwhile, or the background

@@ -5,7 +5,8 @@ or when its first message has waited for `linger_s`. It hashes each distinct key
 them into batches, and appends these. While an append is under way more messages are collected, so that a slow disk
 makes the batches larger, and not the queue longer. `buffer_bytes` bounds what waits; beyond it `send` blocks (X16).
 
-No error of an append is lost: the receipts of its messages raise it, and so does `flush` or `close`.
+No error of an append is lost: the receipts of its messages raise it, and so does `flush` or `close`. Every message has
+its result at its `delivery_timeout`, or a moment later, whatever the log does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pxrs.producer.chunks import RowDetails
 from pxrs.producer.fields import bytes_of, headers_of, microseconds
 from pxrs.producer.outbox import SMALL_BYTES, Limits
 from pxrs.producer.receipts import Receipt, RowReceipt, SentBatch, TableReceipt, copy_of
-from pxrs.producer.sending import SLICE_BYTES_MAX, SendingThread
+from pxrs.producer.sending import LATE_S, SLICE_BYTES_MAX, SendingThread
 from pxrs.producer.tables import MESSAGE_BYTES_MAX, PAIR_BYTES, cut, read_table, slices, split_table
 
 LINGER_S_DEFAULT: Final = 0.005
@@ -36,6 +37,7 @@ BATCH_ROWS_DEFAULT: Final = 10_000
 BATCH_BYTES_DEFAULT: Final = 1 << 20
 BUFFER_BYTES_DEFAULT: Final = 64 << 20
 TRIES_MAX_DEFAULT: Final = 8
+DELIVERY_S_DEFAULT: Final = 120.0
 _UTF8_BYTES_MAX: Final = 4
 """How many bytes a character has at most in UTF-8."""
 _time = time.time
@@ -56,6 +58,7 @@ class Producer:
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
         buffer_timeout: float | timedelta = 60.0,
         tries_max: int = TRIES_MAX_DEFAULT,
+        delivery_timeout: float | timedelta = DELIVERY_S_DEFAULT,
     ) -> None:
         """
         linger_s:       how long a batch that is not full waits for more messages.
@@ -65,6 +68,10 @@ class Producer:
                         else waits. A small message counts as 512 bytes.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried if the log answers with AppendFailed.
+        delivery_timeout: how long after it was sent a message fails if it is not stored: with AppendUnknown if a try
+                        may have stored it or is still under way, else as not stored. All tries of a batch, and what
+                        they wait for, stay within it. Messages that were sent one by one and are stored together
+                        count from the first of them. Must be longer than `linger_s`.
         """
         limits = Limits(
             arguments.seconds(InvalidArgument, "linger_s", linger_s, 0, 60),
@@ -72,7 +79,12 @@ class Producer:
             arguments.whole(InvalidArgument, "batch_bytes", batch_bytes, 1, FRAME_BYTES_MAX // 2),
             arguments.whole(InvalidArgument, "buffer_bytes", buffer_bytes, 1 << 10, 1 << 40),
             arguments.seconds(InvalidArgument, "buffer_timeout", buffer_timeout, 0, 86_400),
+            arguments.seconds(InvalidArgument, "delivery_timeout", delivery_timeout, 0, 86_400, above=True),
         )
+        if limits.delivery_s <= limits.linger_s:
+            raise InvalidArgument(
+                f"delivery_timeout is {limits.delivery_s:g} s: give more than linger_s, which is {limits.linger_s:g} s"
+            )
         tries = arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000)
         self._log = log
         self.hub: object = None
@@ -81,8 +93,8 @@ class Producer:
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
         self.sending = SendingThread(log, self._hash, limits, tries)
-        """The background thread. It outlives a producer that was dropped without `close`, until all is stored: so a hub
-        that is being closed closes this."""
+        """The background threads. They outlive a producer that was dropped without `close`, until all is stored: so a
+        hub that is being closed closes this."""
         self._outbox = self.sending.outbox
         self.sending.start()
 
@@ -104,8 +116,8 @@ class Producer:
         timestamp: microseconds since 1970, or a datetime with a time zone; now if none is given.
         partition: else that of the key's hash. Messages without a key are spread over the partitions in runs: see
                    docs/log.md.
-        Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a
-        partition that has failed. If an interrupt ends it, the message may have been sent.
+        Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a partition that takes no more
+        messages, as after the topic was deleted. If an interrupt ends it, the message may have been sent.
         """
         if (
             headers is None
@@ -137,7 +149,7 @@ class Producer:
         A null timestamp is now, a null partition that of the key; rows with neither a key nor a partition are spread as
         `send` does it. Rows of one partition keep their order, also with what was sent before. Raises InvalidRecord
         before anything of the table was sent, and PartlySent, whose `receipt` tells of the rows that were, if the
-        buffer stays full or a partition has failed."""
+        buffer stays full or a partition takes no more messages."""
         outbox = self._outbox
         with outbox.lock:
             outbox.check_usable()
@@ -156,22 +168,38 @@ class Producer:
                         raise PartlySent(self._log.name, rows.num_rows, TableReceipt(batches)) from error
         return TableReceipt(batches)
 
-    def flush(self) -> None:
-        """Wait until everything sent before is durable. Raises the first error of those that could not be stored."""
+    def flush(self, timeout: float | timedelta | None = None) -> None:
+        """Wait until everything sent before is durable or has failed: at most 2 s longer than `delivery_timeout`.
+
+        Raises the first error of a message since `flush` or `close` has last raised one; of messages that were sent
+        later, too, if they have failed already. The producer can be used on: see docs/log.md.
+
+        timeout: after this, in seconds or as a timedelta, raises TimeoutError. What waits stays under way, and its
+        errors are raised by the next call."""
         outbox = self._outbox
+        limit_s = outbox.limits.delivery_s + LATE_S
+        timeout_s = limit_s if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout)
         with outbox.lock:
             outbox.check_usable()
-            target = outbox.rounds_begun + outbox.has_work()
+            target = outbox.last_serial()
             outbox.press()
-        outbox.done.wait_for(lambda: outbox.rounds_done >= target or outbox.is_ended)
+        is_done = outbox.done.wait_for(
+            lambda: outbox.settled_serial >= target or outbox.is_ended, min(timeout_s, limit_s)
+        )
+        if not is_done:
+            raise TimeoutError(f"{self._log.name}: not everything was stored within {min(timeout_s, limit_s):g} s")
         with outbox.lock:
-            if outbox.error is not None:
-                outbox.is_error_raised = True
-                raise copy_of(outbox.error)
+            outbox.raise_first()
+            if outbox.fatal is not None:
+                raise copy_of(outbox.fatal)
 
-    def close(self) -> None:
-        """Send what waits, then stop. Raises an error that no `flush` has raised yet."""
-        self.sending.close()
+    def close(self, timeout: float | timedelta | None = None) -> None:
+        """Send what waits, then stop: at most 2 s longer than `delivery_timeout`. Raises the first error that neither
+        `flush` nor an earlier call has raised.
+
+        timeout: after this, in seconds or as a timedelta, what is not stored fails, as not stored or as unknown, and
+        TimeoutError is raised. The producer is closed anyway."""
+        self.sending.close(None if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout))
 
     def _send_any(
         self,
@@ -239,8 +267,9 @@ class Producer:
         name, was_closing = repr(self), outbox.is_closing
         if outbox.is_ended:  # by an error, or because it was closed
             if not was_closing:
-                outbox.is_error_raised = True  # by the warning: a hub that is closed later does not raise it again
-                dropped.warn(name, f"not all of what it had was stored: {outbox.error}", self)
+                error = outbox.error or outbox.fatal
+                outbox.error = None  # told by the warning: a hub that is closed later does not raise it again
+                dropped.warn(name, f"not all of what it had was stored: {error}", self)
             return
         self.sending.close_dropped(self.hub)
         if not was_closing:

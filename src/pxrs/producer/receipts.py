@@ -8,6 +8,7 @@ error once the log has answered.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -28,12 +29,28 @@ WIDTH: Final = 3
 class SentBatch:
     """Messages of one partition that are stored together by one batch of an append."""
 
-    __slots__ = ("done", "error", "offset", "partition", "records", "size")
+    __slots__ = ("done", "error", "expires_at", "offset", "partition", "records", "round", "serial", "size")
 
-    def __init__(self, partition: int, done: Condition, records: pa.RecordBatch | None, size: int) -> None:
-        """done: notified when `offset` or `error` is set. size: bytes that the batch counts for in the buffer."""
+    def __init__(
+        self,
+        partition: int,
+        done: Condition,
+        records: pa.RecordBatch | None,
+        size: int,
+        expires_at: float = math.inf,
+        serial: int = 0,
+    ) -> None:
+        """
+        done:       notified when `offset` or `error` is set.
+        size:       bytes that the batch counts for in the buffer.
+        expires_at: when it fails if it is not stored by then, on the monotonic clock.
+        serial:     that of the last message in it, see `Outbox.serial`.
+        """
         self.partition, self.done = partition, done
         self.records, self.size = records, size
+        self.expires_at, self.serial = expires_at, serial
+        self.round = 0
+        """The serial of the first thing that the background thread has taken together with it."""
         self.offset = -1
         """The offset of the first message; -1 until the batch is stored."""
         self.error: BaseException | None = None
@@ -41,6 +58,10 @@ class SentBatch:
     @property
     def is_done(self) -> bool:
         return self.offset >= 0 or self.error is not None
+
+
+Result = tuple[SentBatch, int | BaseException]
+"""A batch, and its offset or why it has none."""
 
 
 class SortedRows:

@@ -1,7 +1,24 @@
-"""The background thread of a producer: takes what is due, sorts it by partition, and appends it.
+"""The background threads of a producer: one takes what is due, sorts it by partition, and appends it.
 
-The thread refers to the outbox and never to the producer, so that a producer that nothing else refers to is
-garbage-collected although its thread runs. The producer's finalizer then makes this thread store what waits, and end.
+That thread, the leader, makes the appends itself: to hand each one to another thread would cost more than many appends
+take. So an append that blocks blocks the leader. Another thread, which mostly sleeps, sees that after SLOW_S and leads
+from then on; the former leader, once its append has returned, does what the others do: it makes the appends of
+partitions that are tried apart from others (`Appender`), or waits to lead.
+
+| a thread                      | becomes     | when                                                              |
+|-------------------------------|-------------|-------------------------------------------------------------------|
+| leads                         | leads, busy | it appends                                                        |
+| leads, busy                   | leads       | the append has returned                                           |
+| leads, busy                   | helps, busy | the append has taken SLOW_S, and another thread has taken the lead|
+| helps                         | leads       | the leader has been busy for SLOW_S                               |
+| helps                         | helps, busy | partitions are to be tried apart from others                      |
+| helps, busy                   | helps       | the append has returned                                           |
+
+At least one thread is never busy, so that messages are taken and fail at their time whatever appends do. There are two
+threads, and up to THREADS_MAX while appends block.
+
+The threads refer to the outbox and never to the producer, so that a producer that nothing else refers to is
+garbage-collected although its threads run. The producer's finalizer then makes them store what waits, and end.
 """
 
 from __future__ import annotations
@@ -9,6 +26,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -22,25 +40,35 @@ import pyarrow.compute as pc
 from pxrs.hashing import Hash, partitions_of
 from pxrs.log.contract import TopicLog
 from pxrs.metrics import instruments
-from pxrs.producer.appender import Appender
+from pxrs.producer.appender import SLOW_S, Appender, Call
 from pxrs.producer.chunks import Chunk, columns_of
+from pxrs.producer.condition import Condition
 from pxrs.producer.outbox import Limits, Outbox
-from pxrs.producer.receipts import WIDTH, SentBatch, SortedRows, copy_of
+from pxrs.producer.receipts import WIDTH, SentBatch, SortedRows
 from pxrs.producer.tables import cut, sort_by_partition
 
 SLICE_BYTES_MAX: Final = 256 << 20
 """How many bytes of messages are sorted together at most."""
+THREADS_MAX: Final = 8
+"""How many threads a producer has at most."""
+APART_MAX: Final = 4
+"""How many of them make appends of partitions that are tried apart from others, at most."""
+LATE_S: Final = 2.0
+"""How long after its `delivery_timeout` a message has its result, at the latest: the Appender's grace, and a moment for
+threads to notice."""
+_IDLE_S: Final = 10.0
+"""How long a thread that is not needed waits before it ends."""
 _logger: Final = logging.getLogger(__name__)
 
 
 class SendingThread:
-    """One thread for one outbox, which runs until it is closed. `close` may be called by any thread."""
+    """The threads of one outbox, which run until it is closed. `close` may be called by any thread."""
 
     def __init__(self, log: TopicLog, hash_of: Hash, limits: Limits, tries_max: int) -> None:
         self._log, self._hash = log, hash_of
-        self._appender = Appender(log, tries_max)
+        self.outbox = Outbox(log.name, log.partitions, hash_of, limits)
+        self._appender = Appender(log, tries_max, self.outbox, self._wake)
         self.tracing = self._appender.tracing
-        self.outbox = Outbox(log.name, log.partitions, hash_of, self._appender.broken, limits)
         if self.tracing is not None:
             self.outbox.chunk_end = 0  # `send` then looks for the current span, which the fast path does not
         instruments.PRODUCER_BUFFER.watch(self, SendingThread._buffered)
@@ -49,7 +77,32 @@ class SendingThread:
         self._is_dropped = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         """Refers to this object weakly: what has ended, and whose producer was dropped, is collected."""
-        self.thread = threading.Thread(target=self._run, name=f"pxrs-producer-{log.name}", daemon=True)
+        self._lock = threading.Lock()
+        """Guards the fields below, unless their comment says otherwise. Nothing waits, and no other lock is taken,
+        while it is held."""
+        self._leader: threading.Thread | None = None
+        self._leads_call: Call | None = None
+        """The append that the leader makes now."""
+        self._threads = 1
+        self._busy = self._apart = 0
+        """How many threads make an append; how many of these are of partitions that are tried apart from others."""
+        self._is_lonely = False
+        """No second thread can be started, as when the interpreter ends."""
+        self._is_over = False
+        """All threads end, each when it is not busy."""
+        self._helpers = Condition()
+        """The threads that do not lead wait for it."""
+        self._nudges = 0
+        """Raised when there may be something to do for threads that do not lead. Without the lock."""
+        self._is_dozing = False
+        """A thread that does not lead sleeps until it is nudged: the leader nudges it when it begins an append."""
+        self._calls = self._calls_seen = 0
+        """How many appends leaders have made; how many there were when a thread that does not lead has last looked."""
+        self.thread = self._new_thread()
+        """The first one."""
+
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name=f"pxrs-producer-{self._log.name}", daemon=True)
 
     def _buffered(self) -> list[instruments.Read]:
         return [] if self.outbox.is_ended else [((self._log.name,), self.outbox.counted)]
@@ -61,8 +114,11 @@ class SendingThread:
         # waits in it is stored when the interpreter ends.
         atexit.register(self._at_exit)
 
-    def close(self) -> None:
-        """Store what waits, then end. Raises the first error, unless `flush` or an earlier call has raised it."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Store what waits, then end. Raises the first error, unless `flush` or an earlier call has raised it.
+
+        timeout_s: after this, what is not stored fails, and TimeoutError is raised. Everything has its result LATE_S
+        after its `delivery_timeout` anyway."""
         outbox = self.outbox
         if outbox.is_forked:
             return  # the parent process stores it
@@ -72,12 +128,29 @@ class SendingThread:
             outbox.press()
         outbox.done.notify_all()
         # Not `Thread.join`: if one call of it is interrupted, the next one returns at once.
-        outbox.done.wait_for(lambda: outbox.is_ended)
+        limit_s = outbox.limits.delivery_s + LATE_S
+        is_late = timeout_s is not None and timeout_s < limit_s
+        if is_ended := outbox.done.wait_for(lambda: outbox.is_ended, timeout_s if is_late else limit_s):
+            is_late = False
+        else:
+            self._abandon()
         atexit.unregister(self._at_exit)
         with outbox.lock:
-            if outbox.error is not None and not outbox.is_error_raised:
-                outbox.is_error_raised = True
-                raise copy_of(outbox.error)
+            if is_late and not is_ended:
+                error, outbox.error = outbox.error, None
+                raise TimeoutError(
+                    f"the producer of {self._log.name} was closed, and not everything was stored within "
+                    f"{timeout_s:g} s: receipts tell of each message"
+                ) from error
+            outbox.raise_first()
+
+    def _abandon(self) -> None:
+        """Fail what has no result yet. Appends that have not returned may still store what they have."""
+        with self._lock:
+            self._is_over = True
+        self._appender.abandon()
+        self.outbox.abandon()
+        self._wake()
 
     def close_dropped(self, *kept: object) -> None:
         """For the producer's finalizer: as `close`, without a wait and without a lock (see `pxrs.dropped`). An error is
@@ -98,41 +171,173 @@ class SendingThread:
         atexit.unregister(self._at_exit)
 
     def _run(self) -> None:
-        """Wait for messages, let more of them come for `linger_s`, store them, and so on."""
-        outbox = self.outbox
-        error: BaseException | None = None
+        """What each thread does: lead, or help."""
+        me = threading.current_thread()
         try:
-            is_open = True
-            while is_open:
-                self._wait()
-                is_open = outbox.take()
-                if is_open:
-                    self._store(list(self._cut_in_hand()))
+            while not self._is_over:
+                with self._lock:
+                    self._leader = self._leader or me
+                    leads = self._leader is me
+                if leads:
+                    self._lead(me)
+                elif not self._help(me):
+                    break
         except BaseException as raised:  # noqa: BLE001 - raised by `flush`, `close` and the receipts
-            error = raised
-        outbox.end(error)
-        if self._is_dropped:
-            self._end_dropped()
+            self._end(raised)
+        with self._lock:
+            self._threads -= 1
 
-    def _wait(self) -> None:
-        outbox = self.outbox
+    def _lead(self, me: threading.Thread) -> None:
+        """Wait for messages, let more of them come for `linger_s`, store them, and so on, until another thread leads or
+        everything is done."""
+        outbox, appender = self.outbox, self._appender
+        while self._leader is me and not self._is_over:
+            seen = appender.changes
+            if self._make_call(me) or (self._is_lonely and self._make_call(None)):
+                continue
+            appender.expire()
+            if outbox.is_drained and appender.is_idle:
+                self._end(None)
+            elif self._wait(seen) and outbox.take():
+                self._store(list(self._cut_in_hand()))
+
+    def _wait(self, seen: int) -> bool:
+        """Wait until messages are due: True; or until the Appender has something to do: `changes` is not `seen`."""
+        outbox, appender = self.outbox, self._appender
+        wake_at = appender.wake_at() if not appender.is_idle else math.inf
+        if wake_at <= time.monotonic():  # a partition is ready, and all threads but this one are busy
+            wake_at = time.monotonic() + SLOW_S
+
+        was_held = outbox.is_held
+
+        def is_pressed() -> bool:
+            return (outbox.is_pressed and not outbox.is_held) or (outbox.is_closing and not outbox.is_drained)
+
         if not outbox.has_work():
             # Set before the first check of `wait_for`: a sender that adds a row after that check reads it.
             outbox.chunk.is_watched = True
-            outbox.work.wait_for(lambda: outbox.is_pressed or outbox.is_closing or outbox.has_work())
-            outbox.lingers_since = time.monotonic()
-        left = max(0.0, outbox.lingers_since + outbox.limits.linger_s - time.monotonic())
-        outbox.work.wait_for(lambda: outbox.is_pressed or outbox.is_closing or bool(outbox.ready), left)
+            left = None if wake_at == math.inf else max(0.0, wake_at - time.monotonic())
+            outbox.work.wait_for(lambda: is_pressed() or outbox.has_work() or appender.changes != seen, left)
+            if not is_pressed() and not outbox.has_work():
+                return False
+            if not was_held:
+                outbox.lingers_since = time.monotonic()
+        due = outbox.lingers_since + outbox.limits.linger_s
+        left = max(0.0, min(due, wake_at) - time.monotonic())
+        outbox.work.wait_for(lambda: is_pressed() or bool(outbox.ready) or appender.changes != seen, left)
+        return is_pressed() or bool(outbox.ready) or time.monotonic() >= due
+
+    def _make_call(self, leader: threading.Thread | None) -> bool:
+        """Make one append, if there is one to make and a thread is left that is not busy. False if not.
+
+        leader: this thread, if it leads; None if the append is to be one of partitions that are tried apart."""
+        is_apart = leader is None
+        with self._lock:
+            is_free = self._threads - self._busy > 1 or self._threads < THREADS_MAX or self._is_lonely
+            if not is_free or (is_apart and self._apart >= APART_MAX) or self._appender.is_idle:
+                return False
+            self._busy += 1
+            self._apart += is_apart
+        try:
+            call = self._appender.next_call(is_apart=is_apart)
+            if call is None:
+                return False
+            self._keep_one_free()
+            call.is_slow |= self._is_lonely  # nobody would notice
+            if leader is not None:
+                self._calls += 1
+                self._leads_call = call
+                if self._is_dozing:
+                    self._nudge()
+            self._appender.perform(call)
+            return True
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._apart -= is_apart
+                if leader is not None and self._leader is leader:
+                    self._leads_call = None
+
+    def _keep_one_free(self) -> None:
+        with self._lock:
+            if self._threads > self._busy or self._is_lonely:
+                return
+            self._threads += 1
+        try:
+            self._new_thread().start()
+        except RuntimeError:  # the limit of threads is reached, or the interpreter ends
+            with self._lock:
+                self._threads -= 1
+                self._is_lonely = True
+
+    def _help(self, me: threading.Thread) -> bool:
+        """Make an append of partitions that are tried apart; take the lead if the leader is blocked; or wait. False if
+        this thread is not needed any more."""
+        nudges = self._nudges
+        if self._make_call(None) or self._take_over(me):
+            return True
+        now = time.monotonic()
+        left = self._appender.wake_at(is_apart=True) - now
+        if left <= 0:  # all threads that may are busy
+            left = SLOW_S
+        if self._leads_call is not None or self._calls != self._calls_seen:
+            # To look now and then costs less than to be nudged before each append.
+            self._calls_seen = self._calls
+            self._helpers.wait_for(lambda: self._is_over or self._nudges != nudges, min(left, SLOW_S))
+            return True
+        # The leader reads `_is_dozing` after it has set `_leads_call`, this thread does it the other way round.
+        self._is_dozing = True
+        is_extra = self._threads > 2
+        left = min(left, _IDLE_S if is_extra else left)
+        is_nudged = self._leads_call is not None or self._helpers.wait_for(
+            lambda: self._is_over or self._nudges != nudges, None if left == math.inf else left
+        )
+        self._is_dozing = False
+        with self._lock:
+            return is_nudged or not is_extra or self._threads <= 2 or left < _IDLE_S
+
+    def _take_over(self, me: threading.Thread) -> bool:
+        """Lead, if the leader has been busy with one append for SLOW_S."""
+        call = self._leads_call
+        if call is None or time.monotonic() - call.blocks_since < SLOW_S:
+            return False
+        with self._lock:
+            if self._leads_call is not call:
+                return False
+            self._leader, self._leads_call = me, None
+        self._appender.note_slow(call)
+        return True
+
+    def _wake(self, is_apart: bool = True) -> None:
+        """There may be something to do for the leader. is_apart: and for the others."""
+        self.outbox.work.notify_all()
+        if is_apart:
+            self._nudge()
+
+    def _nudge(self) -> None:
+        self._nudges += 1
+        self._helpers.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        self.outbox.end(error)
+        self._wake()
+        if self._is_dropped:
+            self._end_dropped()
 
     def _end_dropped(self) -> None:
         outbox = self.outbox
         atexit.unregister(self._at_exit)
-        if outbox.error is not None and not outbox.is_error_raised:
+        if outbox.error is not None:
             _logger.error(
                 "the producer of %s was dropped without close(), and not all of what it had was stored: %s",
                 self._log.name,
                 outbox.error,
             )
+            outbox.error = None  # told by the record: a hub that is closed later does not raise it again
         self._kept = ()
 
     def _cut_in_hand(self) -> Iterator[SentBatch]:
@@ -142,7 +347,8 @@ class SendingThread:
         size = 0
         for item in self.outbox.in_hand:
             more = item.counted + item.large_bytes if isinstance(item, Chunk) else 0
-            if chunks and (isinstance(item, SentBatch) or size + more > SLICE_BYTES_MAX):
+            is_cut = isinstance(item, SentBatch) or size + more > SLICE_BYTES_MAX
+            if chunks and (is_cut or self.outbox.is_cut_behind(chunks[-1])):
                 yield from self._batches_of(chunks)
                 chunks, size = [], 0
             if isinstance(item, SentBatch):
@@ -162,7 +368,7 @@ class SendingThread:
         if given.null_count < len(given):
             chosen = pc.coalesce(given, chosen)
         if chosen.null_count:
-            chosen = outbox.choose_keyless(chosen, records.nbytes)
+            chosen = outbox.choose_keyless(chosen, records.nbytes, chunks[-1].serial)
         order, pieces = sort_by_partition(records, chosen)
         limits = outbox.limits
         parts = [(number, part) for number, all_ in pieces for part in cut(all_, limits.batch_rows, limits.batch_bytes)]
@@ -170,20 +376,19 @@ class SendingThread:
         # Each batch gives its share of the buffer back.
         counted = sum(chunk.counted + chunk.large_bytes for chunk in chunks)
         shares = pairwise(counted * start // starts[-1] for start in starts)
+        expires_at = chunks[0].since + limits.delivery_s
         batches = [
-            SentBatch(number, outbox.done, part, after - before)
+            SentBatch(number, outbox.done, part, after - before, expires_at, chunks[-1].serial)
             for (number, part), (before, after) in zip(parts, shares, strict=True)
         ]
         found = SortedRows(order, starts[:-1], batches)
-        for chunk, first in zip(chunks, accumulate(ends, initial=0), strict=False):
-            chunk.places.first, chunk.places.sorted = first // WIDTH, found
-        return batches
+        firsts = [first // WIDTH for first in accumulate(ends, initial=0)]
+        return batches if outbox.note_sorted(chunks, firsts, found) else []
 
     def _store(self, batches: list[SentBatch]) -> None:
-        self.outbox.in_hand = list(batches)
-        for results in self._appender.store(batches):
-            self.outbox.settle(results)
-        self.outbox.end_round()
+        if self.outbox.begin_round(batches):
+            self._appender.add(batches)
+            self.outbox.end_round()
 
 
 def _close(reference: weakref.ref[SendingThread]) -> None:

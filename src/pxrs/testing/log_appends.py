@@ -6,6 +6,7 @@ Part of `pxrs.testing.log_contract.LogContract`.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pytest
 import xxhash
 
 from pxrs.errors import (
+    AppendFailed,
     InvalidRecord,
     SequenceGap,
     UnknownProducer,
@@ -21,10 +23,11 @@ from pxrs.errors import (
 from pxrs.log.arrivals import wait_for_messages
 from pxrs.log.batch import ANONYMOUS
 from pxrs.log.contract import Append, Log, TopicLog
-from pxrs.log.outcomes import NotStored, StoredAt, offsets_of
+from pxrs.log.outcomes import NotStored, Outcome, StoredAt, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import CODECS
 from pxrs.testing.log_fixtures import LogFixtures, new_topic, origin, records, values_from
+from pxrs.waiting import time_limit
 
 
 class Appends(LogFixtures):
@@ -45,6 +48,26 @@ class Appends(LogFixtures):
         assert offsets_of(topic.append(appends)) == [0, 0, 1]
         assert (values_from(topic, 0), values_from(topic, 1)) == ([b"a"], [b"x", b"y", b"z"])
         assert (topic.end(0), topic.end(1)) == (1, 3)
+
+    def test_append_each_tells_the_outcomes_of_each_partition_once(self, topic: TopicLog) -> None:
+        told: list[Mapping[int, Sequence[Outcome]]] = []
+        batches = [Append.encoded(number, records([b"%d" % at])) for at, number in enumerate((1, 0, 1))]
+        topic.append_each(batches, told.append)
+        assert sorted(number for each in told for number in each) == [0, 1]
+        found = {number: offsets_of(outcomes) for each in told for number, outcomes in each.items()}
+        assert found == {0: [0], 1: [0, 1]}
+        assert (values_from(topic, 0), values_from(topic, 1)) == ([b"1"], [b"0", b"2"])
+
+    def test_a_time_limit_that_is_over_ends_an_append_with_a_known_outcome(self, topic: TopicLog) -> None:
+        topic.end(0)
+        with time_limit(0):
+            (outcome,) = topic.append([Append.encoded(0, records([b"a"]))])
+        if isinstance(outcome, StoredAt):  # it did not have to wait for anything
+            assert values_from(topic, 0) == [b"a"]
+        else:
+            assert isinstance(outcome.error, AppendFailed)
+        if isinstance(outcome, NotStored):
+            assert values_from(topic, 0) == []
 
     def test_the_ends_of_all_partitions_are_told_together(self, log: Log, topic: TopicLog) -> None:
         assert topic.ends() == [0, 0]

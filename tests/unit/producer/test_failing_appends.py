@@ -13,6 +13,7 @@ from pxrs.errors import (
     AppendUnknown,
     InvalidRecord,
     LogError,
+    TopicDeleted,
     UnknownProducer,
 )
 from pxrs.log.batch import SCHEMA, Origin, Payload
@@ -89,12 +90,13 @@ def test_l4_a_batch_that_may_be_stored_gets_no_other_name(single: tuple[Fickle, 
             out.flush()
         with pytest.raises(AppendUnknown):  # not UnknownProducer, which says that nothing was stored
             receipt.result()
-        with pytest.raises(UnknownProducer):  # nothing of this message was tried
-            out.send(b"more")
+        out.send(b"more")  # under another name
+        out.flush()
     else:  # of a first batch it is known from where on to look for it
         out.flush()
         assert receipt.result() == (0, 0)
-    assert [value for value in topic.values(0) if value is not None] == [b"%d" % each for each in range(number + 1)]
+    stored = [b"%d" % each for each in range(number + 1)] + [b"more"] * number
+    assert [value for value in topic.values(0) if value is not None] == stored
 
 
 def test_a_lost_reply_stays_an_unknown_outcome_whatever_later_tries_answer(single: tuple[Fickle, Producer]) -> None:
@@ -111,9 +113,17 @@ def test_a_lost_reply_stays_an_unknown_outcome_whatever_later_tries_answer(singl
     with pytest.raises(AppendUnknown):
         receipt.result()
     assert topic.values(0) == [b"stored"], "so that to send it again would double it"
-    with pytest.raises(AppendFailed) as refused:
-        out.send(b"not sent")
-    assert not isinstance(refused.value, AppendUnknown)
+    not_stored = out.send(b"not stored")
+    with pytest.raises(AppendFailed, match="the disk is full") as refused:
+        out.flush()
+    assert not isinstance(refused.value, AppendUnknown), "nothing of it was tried with the one that may be stored"
+    with pytest.raises(AppendFailed):
+        not_stored.result(0)
+    topic.refusals = {}
+    later = out.send(b"later")
+    out.flush()
+    assert later.result(0) == (0, 1)
+    assert topic.values(0) == [b"stored", b"later"]
 
 
 def test_l4_a_batch_gets_one_other_name_and_no_third(single: tuple[Fickle, Producer]) -> None:
@@ -193,12 +203,16 @@ def test_a_batch_that_cannot_be_encoded_fails_its_partition_alone(
         with pytest.raises(InvalidRecord, match="too large"):
             out.flush()
         assert [receipt.result(0) for receipt in good] == [(0, 0), (1, 0)]
-        for receipt in bad:
-            with pytest.raises(InvalidRecord, match="too large"):
-                receipt.result(0)
+        with pytest.raises(InvalidRecord, match="too large"):
+            bad[0].result(0)
+        with pytest.raises(AppendFailed, match=r"not stored, because what was sent .* before it .*: too large"):
+            bad[1].result(0)
+        later = out.send(b"good", partition=1)
+        out.flush()
+        assert later.result(0) == (1, 1)
 
 
-def test_a_partition_that_fails_for_good_fails_alone_and_in_order(topic: Fickle) -> None:
+def test_a_partition_whose_tries_are_over_fails_alone_and_in_order_and_can_be_used_again(topic: Fickle) -> None:
     failure = AppendFailed("disk full")
     topic.refusals = {1: failure}
     with Producer(topic, linger_s=60, batch_rows=1, tries_max=2) as out:
@@ -211,14 +225,27 @@ def test_a_partition_that_fails_for_good_fails_alone_and_in_order(topic: Fickle)
                 receipt.result(10)
         assert [receipt.result(10) for receipt in kept] == [(0, 0), (2, 0)]
         topic.refusals = {}
-        with pytest.raises(AppendFailed, match="disk full"):
-            out.send(b"later", partition=1)
-        with pytest.raises(AppendFailed, match="disk full"):
-            out.send_batch(pa.table({"value": [b"later"], "partition": [1]}))
-        assert out.send(b"kept", partition=0).is_done in (False, True)
-        with pytest.raises(AppendFailed, match="disk full"):
+        out.flush()  # the error was raised
+        later = out.send(b"later", partition=1)
+        table = out.send_batch(pa.table({"value": [b"later"], "partition": [1]}))
+        out.flush()
+        assert (later.result(0), table.result(0)) == ((1, 0), [(1, 1, 1)])
+    assert [topic.end(p) for p in range(4)] == [1, 2, 1, 0]
+
+
+def test_a_partition_that_can_never_work_again_takes_no_more_messages(topic: Fickle) -> None:
+    topic.refusals = {1: TopicDeleted("orders", "id", is_made_again=False)}
+    with Producer(topic, linger_s=60) as out:
+        out.send(b"lost", partition=1)
+        with pytest.raises(TopicDeleted):
             out.flush()
-    assert [topic.end(p) for p in range(4)] == [2, 0, 1, 0]
+        with pytest.raises(TopicDeleted):
+            out.send(b"later", partition=1)
+        with pytest.raises(TopicDeleted):
+            out.send_batch(pa.table({"value": [b"later"], "partition": [1]}))
+        kept = out.send(b"kept", partition=0)
+        out.flush()
+        assert kept.result(0) == (0, 0)
 
 
 def test_messages_without_a_key_avoid_a_partition_that_failed(topic: Fickle) -> None:
@@ -229,8 +256,7 @@ def test_messages_without_a_key_avoid_a_partition_that_failed(topic: Fickle) -> 
             out.flush()
         receipts = [out.send(b"a") for _ in range(20)]
         stored = out.send_batch(pa.table({"value": [b"a"] * 20}))
-        with pytest.raises(LogError):
-            out.flush()
+        out.flush()
         assert {receipt.result()[0] for receipt in receipts} == {0, 1, 3}
         assert 2 not in {each.partition for each in stored.result()}
 

@@ -50,7 +50,7 @@ from pxrs.log.batch import Batch, place_id
 from pxrs.log.contract import Append, Bounds
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers, named
-from pxrs.waiting import Subscribers
+from pxrs.waiting import Subscribers, limit_until, seconds_left
 
 _logger = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ class OwnedPartition:
     def _place_in_room(self, batches: Sequence[Append], recalled: dict[int, Recalled]) -> Ticket:
         """Wait until the writer and the broker can accept an entry, then place the batches. Begin the next ledger if
         this one is full. Raises PartitionMoved, PartitionUnavailable, what `_place` raises."""
-        until = time.monotonic() + self._broker.settings.append_s
+        until = time.monotonic() + seconds_left(self._broker.settings.append_s)
         room, size = self._broker.room, sum(batch.payload.frame_bytes for batch in batches)
         while True:
             with self.lock:
@@ -418,7 +418,8 @@ class OwnedPartition:
 
     def wait(self, ticket: Ticket) -> list[Outcome]:
         """Wait for the outcomes of an append."""
-        until = ticket.began_at + self._broker.settings.append_s
+        overdue = ticket.began_at + self._broker.settings.append_s
+        until = min(overdue, limit_until())
         with self.lock:
             while ticket.needed > self._end and ticket.generation == self._generation:
                 if self.why_not is not None or not self._changed.wait(until - time.monotonic()):
@@ -426,7 +427,7 @@ class OwnedPartition:
             if ticket.needed <= self._end and ticket.generation == self._generation:
                 return [StoredAt(at.offset, not at.is_new) for at in ticket.placed]
             why = self.why_not
-        if why is None:
+        if why is None and time.monotonic() >= overdue:  # and not only the caller's limit is over
             self.get_stuck("too few storage nodes acknowledged an append in time", ticket.generation)
         unknown = AppendUnknown(
             f"{self.name}: {why or 'too few storage nodes acknowledged the entry in time'}; the batch may be stored"

@@ -12,6 +12,7 @@ import time
 from typing import Final
 
 from pxrs.errors import DamagedFrame, LogBusy
+from pxrs.waiting import seconds_left
 
 PAUSE_S_MIN: Final = 0.00005
 PAUSE_S_MAX: Final = 0.005
@@ -31,20 +32,22 @@ class AppendLock:
         return self._descriptor >= 0
 
     def acquire(self) -> None:
-        """Take the lock. Raises LogBusy after the timeout."""
-        until = time.monotonic() + self._timeout
+        """Take the lock. Raises LogBusy after the timeout, or when the limit of this thread is over
+        (`waiting.time_limit`)."""
+        began = time.monotonic()
+        until = began + seconds_left(self._timeout)
         pause = PAUSE_S_MIN
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if time.monotonic() > until:
+                if (now := time.monotonic()) >= until:
                     raise LogBusy(
-                        f"{self._place}: another process has held the append lock for {self._timeout:g} s; "
+                        f"{self._place}: another process has held the append lock for {now - began:.3g} s; "
                         f"is it stopped? See who has {self.path} open"
                     ) from None
-                time.sleep(pause)
+                time.sleep(min(pause, until - now))
                 pause = min(2 * pause, PAUSE_S_MAX)
 
     def release(self) -> None:

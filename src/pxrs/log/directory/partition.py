@@ -48,6 +48,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -56,7 +57,16 @@ from itertools import pairwise
 
 from pxrs import clock, disk
 from pxrs.disk import replace_file
-from pxrs.errors import AppendFailed, AppendUnknown, Closed, DamagedFrame, LogError, SequenceGap, UnknownProducer
+from pxrs.errors import (
+    AppendFailed,
+    AppendUnknown,
+    Closed,
+    DamagedFrame,
+    LogBusy,
+    LogError,
+    SequenceGap,
+    UnknownProducer,
+)
 from pxrs.log.batch import Header, check_payload, header_bytes, padding, read_header
 from pxrs.log.contract import Append
 from pxrs.log.directory.append_lock import AppendLock
@@ -78,6 +88,7 @@ from pxrs.log.directory.unwritable import UnwritablePublished
 from pxrs.log.outcomes import Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming
 from pxrs.metrics.instruments import UPKEEP_REMOVED
+from pxrs.waiting import limit_until, seconds_left
 
 _logger = logging.getLogger(__name__)
 
@@ -413,7 +424,8 @@ class Partition:
         """Hold the append lock against other threads and processes. Raises LogBusy if it is not free in time."""
         if self._refusal is not None:
             raise disk.log_error(self._refusal, self.folder, f"{self.place}: ")
-        with self._appending:  # no thread holds it for longer than the append lock's time limit allows
+        # Without a limit by the lock itself: an interrupt could come between a call of `acquire` and a `try`.
+        with self._appending if limit_until() == math.inf else self._appending_in_time():
             lock = self._lock
             if lock is None or not lock.is_open:
                 raise Closed(f"{self.place} was closed")
@@ -433,6 +445,17 @@ class Partition:
                 raise
             finally:
                 lock.release()
+
+    @contextlib.contextmanager
+    def _appending_in_time(self) -> Iterator[None]:
+        """Hold `_appending`. Raises LogBusy when the limit of this thread is over (`waiting.time_limit`). Another
+        thread holds it while it waits for the append lock, or for a disk that hangs."""
+        if not self._appending.acquire(timeout=seconds_left(threading.TIMEOUT_MAX)):
+            raise LogBusy(f"{self.place}: another thread of this process has not finished its append: try again")
+        try:
+            yield
+        finally:
+            self._appending.release()
 
     def close(self) -> None:
         """Waits for an append that is under way: closing its files would give its lock to another process."""

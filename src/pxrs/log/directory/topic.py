@@ -29,7 +29,7 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.log.batch import Batch, check_encoded, place_id
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, RetentionPlan, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, RetentionPlan, Tell, TopicLog
 from pxrs.log.directory.crew import Crew
 from pxrs.log.directory.ends import Ends
 from pxrs.log.directory.glance import glance, stored_bytes
@@ -45,7 +45,7 @@ from pxrs.log.directory.topic_names import sync_names
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome
 from pxrs.log.producers import named
 from pxrs.model import Topic
-from pxrs.waiting import Callback, Subscription
+from pxrs.waiting import Callback, Subscription, limit_until, time_limit_at
 
 
 # Over the limit: it has every operation of a log's topic, and each translates the errors of the files that it uses.
@@ -181,6 +181,15 @@ class DirectoryTopic(TopicLog):
             raise disk.log_error(refusal, where=f"{self.name}: ")
 
     def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        found: dict[int, Iterator[Outcome]] = {}
+
+        def tell(outcomes: Mapping[int, Sequence[Outcome]]) -> None:
+            found.update((number, iter(each)) for number, each in outcomes.items())
+
+        self.append_each(appends, tell)
+        return [next(found[append.partition]) for append in appends]
+
+    def append_each(self, appends: Sequence[Append], tell: Tell) -> None:
         by_partition: dict[int, list[Append]] = {}
         for append in appends:
             check_encoded(append.payload)
@@ -189,15 +198,18 @@ class DirectoryTopic(TopicLog):
         try:
             self._make_name_durable()
         except AppendFailed as error:
-            return [NotStored(self._reason(error))] * len(appends)
+            failed = NotStored(self._reason(error))
+            tell({number: [failed] * len(batches) for number, batches in by_partition.items()})
+            return
+        until = limit_until()
 
-        def store(number: int) -> Iterator[Outcome]:
-            return iter(self._append(number, by_partition[number]))
+        def store(number: int) -> None:
+            with time_limit_at(until):
+                outcomes = self._append(number, by_partition[number])
+            tell({number: outcomes})
 
         # In parallel, so that the partitions wait for their syncs at the same time.
-        stored = self._crew.run([functools.partial(store, number) for number in by_partition])
-        outcomes = dict(zip(by_partition, stored, strict=True))
-        return [next(outcomes[append.partition]) for append in appends]
+        self._crew.run([functools.partial(store, number) for number in by_partition])
 
     def _append(self, number: int, batches: list[Append]) -> list[Outcome]:
         """The outcomes of the batches of one partition; an error is the outcome of all of them."""

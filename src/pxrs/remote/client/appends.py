@@ -42,6 +42,7 @@ from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import Hello
 from pxrs.remote.client.faults import Unanswered, error_in, text_of
 from pxrs.remote.client.limits import Limit, Limits
+from pxrs.waiting import limit_until
 
 IDLE_MAX: Final = 8
 """How many idle streams are kept. Each has a thread of gRPC's, which sends."""
@@ -184,10 +185,10 @@ class PutStreams:
         self, channel: Channel, topic: str, topic_id: str, parts: Sequence[Sequence[Append]], timeout_s: float
     ) -> Sent:
         """Send the parts on a stream, and wait for the answers, for each no longer than this after the one before it.
-        Raises Unanswered if there can be no stream."""
+        Raises Unanswered if there can be no stream. The limit of this thread (`waiting.time_limit`) counts too."""
         stream = self._idle_one(channel, topic_id) or PutStream(channel, topic, topic_id)
         sent: Sent | None = None
-        limit = Limit(timeout_s)
+        limit = Limit(timeout_s, limit_until())
         try:
             with self._limits.kept(limit, stream.end):
                 sent = stream.append(parts, limit.wait)

@@ -28,10 +28,11 @@ class Limit:
     lock, because it is one assignment for each message. A stream that makes progress while its end is being decided is
     ended all the same."""
 
-    __slots__ = ("_until", "end", "is_over", "seconds")
+    __slots__ = ("_latest", "_until", "end", "is_over", "seconds")
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, latest: float = math.inf) -> None:
+        """latest: a moment of the monotonic clock at which the stream is ended, whatever progress there was."""
+        self.seconds, self._latest = seconds, latest
         self.end: Callable[[], object] = _nothing
         """Ends the stream, from any thread. Set by `Limits.kept`."""
         self.is_over = False
@@ -40,7 +41,7 @@ class Limit:
 
     def wait(self) -> None:
         """From now on the server must do something: there was progress, or the pause is over."""
-        self._until = time.monotonic() + self.seconds
+        self._until = min(self._latest, time.monotonic() + self.seconds)
 
     def pause(self) -> None:
         """Nothing is expected of the server until `wait` is called."""

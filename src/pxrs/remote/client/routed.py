@@ -27,11 +27,11 @@ from pxrs.errors import (
     ServerBusy,
 )
 from pxrs.log.batch import Batch, check_encoded
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, RetentionPlan, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, Fetched, RetentionPlan, Tell, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.model import Topic
 from pxrs.remote.client.moving import MovingSubscription
-from pxrs.waiting import Callback, Subscription
+from pxrs.waiting import Callback, Subscription, limit_until, seconds_left, time_limit_at
 
 _logger = logging.getLogger(__name__)
 
@@ -225,13 +225,38 @@ class RoutedTopic(TopicLog):
         self._at(0, lambda log: log.check_writable())
 
     def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        found: dict[int, Iterator[Outcome]] = {}
+
+        def tell(outcomes: Mapping[int, Sequence[Outcome]]) -> None:
+            found.update((partition, iter(each)) for partition, each in outcomes.items())
+
+        self.append_each(appends, tell)
+        return [next(found[each.partition]) for each in appends]
+
+    def append_each(self, appends: Sequence[Append], tell: Tell) -> None:
         by_partition: dict[int, list[int]] = {}
         for number, each in enumerate(appends):
             self._checked((each.partition,))
             check_encoded(each.payload)
             by_partition.setdefault(each.partition, []).append(number)
-        outcomes: dict[int, Outcome] = {}
+        told: set[int] = set()
         refused: dict[int, PxrsError] = {}
+        """Partitions whose owner has refused the whole call, not told yet: if all are, the first error is raised."""
+
+        telling = threading.Lock()
+
+        def tell_once(outcomes: Mapping[int, Sequence[Outcome]]) -> None:
+            # After Closed, servers that were asked may still answer, on threads of the crew.
+            with telling:
+                new = {each: found for each, found in outcomes.items() if each not in told}
+                told.update(new)
+            if new:
+                tell(new)
+
+        def tell_others(outcome: Outcome) -> None:
+            """Tell this outcome for every partition that has none."""
+            for each, numbers in by_partition.items():
+                tell_once({each: [NotStored(refused[each]) if each in refused else outcome] * len(numbers)})
 
         def store(log: TopicLog, mine: list[int]) -> dict[int, None]:
             # Nothing but PartitionMoved is raised: the servers of the other partitions may have stored theirs.
@@ -248,31 +273,33 @@ class RoutedTopic(TopicLog):
             except Exception as error:
                 _logger.exception("%s: an append failed", self.name)
                 stored = dict.fromkeys(numbers, MaybeStored(AppendUnknown(f"{self.name}: {error!r}")))
-            done: dict[int, None] = {}
+            done: dict[int, list[Outcome]] = {}
             for partition in mine:
                 found = [stored[number] for number in by_partition[partition]]
                 if not all(isinstance(each, StoredAt) for each in found):
                     self._routes.forget(partition, log)
                 if not all(_may_work_elsewhere(each) for each in found):
-                    outcomes.update((number, stored[number]) for number in by_partition[partition])
-                    done[partition] = None
-            return done
+                    done[partition] = found
+            tell_once({partition: found for partition, found in done.items() if partition not in refused})
+            return dict.fromkeys(done)
 
         try:
             missing = self._try_all(list(by_partition), store, PartitionMoved)
         except Closed as error:  # by another thread, perhaps while servers are asked, which may store what was sent
-            unknown = MaybeStored(AppendUnknown(f"{self.name}: {error}; the batch may be stored"))
-            return [outcomes.get(number, unknown) for number in range(len(appends))]
+            tell_others(MaybeStored(AppendUnknown(f"{self.name}: {error}; the batch may be stored")))
+            return
         except PxrsError as error:  # such as TopicDeleted, between two tries
-            if not outcomes:
+            if not told and not refused:
                 raise
-            return [outcomes.get(number, NotStored(error)) for number in range(len(appends))]
+            tell_others(NotStored(error))
+            return
         for partition, late in missing.items():
             failed = NotStored(AppendFailed(f"{self.name}/{partition}: {late}; nothing was stored"))
-            outcomes.update(dict.fromkeys(by_partition[partition], failed))
+            tell_once({partition: [failed] * len(by_partition[partition])})
         if refused and len(refused) == len(by_partition):
             raise next(iter(refused.values()))
-        return [outcomes[number] for number in range(len(appends))]
+        for partition, refusal in refused.items():
+            tell_once({partition: [NotStored(refusal)] * len(by_partition[partition])})
 
     # Retention.
 
@@ -328,8 +355,9 @@ class RoutedTopic(TopicLog):
     ) -> dict[int, LogError]:
         """Ask the owners until each partition is done, or the patience is over. Returns why the others are not done.
 
-        ask: returns the partitions that are done. moved: errors of it after which other servers are asked."""
-        until = time.monotonic() + self._patience_s
+        ask: returns the partitions that are done. moved: errors of it after which other servers are asked. The limit of
+        this thread (`waiting.time_limit`) bounds the patience."""
+        until = time.monotonic() + seconds_left(self._patience_s)
         pause_s = PAUSE_S_MIN
         left = partitions
         errors: dict[int, LogError] = {}
@@ -353,10 +381,13 @@ class RoutedTopic(TopicLog):
     ) -> set[int]:
         """Ask each owner once. Returns the partitions that are done, and puts into `errors` why others are not."""
 
+        limit = limit_until()  # of this thread, and `ask` may be called on another one
+
         def run(group: tuple[TopicLog, list[int]]) -> Mapping[int, None]:
             log, mine = group
             try:
-                return ask(log, mine)
+                with time_limit_at(limit):
+                    return ask(log, mine)
             except moved as error:
                 for partition in mine:
                     self._routes.forget(partition, log)

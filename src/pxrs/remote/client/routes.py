@@ -18,6 +18,7 @@ from pxrs.model import Topic
 from pxrs.remote.client.session import Session
 from pxrs.remote.client.settings import Settings
 from pxrs.remote.client.topic import RemoteTopic
+from pxrs.waiting import seconds_left
 
 ASK_S: Final = 0.05
 """How often the owners of a topic are asked for at most."""
@@ -118,11 +119,15 @@ class AskedRoutes:
     def handle(self, partition: int) -> TopicLog:
         address = self._owners.get(partition)
         if address is None:
-            with self._asking:
+            if not self._asking.acquire(timeout=seconds_left(threading.TIMEOUT_MAX)):
+                raise PartitionMoved(f"{self._topic.name}/{partition}: no broker has told in time who owns it")
+            try:
                 address = self._owners.get(partition)
                 if address is None:
                     self._refresh()
                     address = self._owners.get(partition)
+            finally:
+                self._asking.release()
         if address is None:
             raise PartitionMoved(f"{self._topic.name}/{partition}: no broker has claimed the partition yet")
         return self._peers.topic(address, self._topic)

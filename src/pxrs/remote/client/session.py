@@ -15,6 +15,7 @@ from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection, 
 from pxrs.remote.client.faults import AWAY, Refused, Unanswered
 from pxrs.remote.client.settings import Settings
 from pxrs.remote.client.subscriptions import TopicSubscriptions
+from pxrs.waiting import seconds_left
 
 T = TypeVar("T")
 
@@ -46,11 +47,12 @@ class Session:
         )
 
     def patiently(self, attempt: Callable[[Connection, float], T]) -> T:
-        """Make an attempt that may be repeated, until it is answered or the patience is over; then ReadFailed.
+        """Make an attempt that may be repeated, until it is answered, or the patience or the limit of this thread
+        (`waiting.time_limit`) is over; then ReadFailed.
 
         attempt: is given the connection, and when the patience is over, on the monotonic clock"""
         connection = self.connection()
-        until = time.monotonic() + connection.patience_s
+        until = time.monotonic() + seconds_left(connection.patience_s)
         pause_s = PAUSE_S_MIN
         while True:
             try:

@@ -38,7 +38,7 @@ from pxrs.remote.client.faults import Refused, Unanswered
 from pxrs.remote.client.reads import fetch
 from pxrs.remote.client.session import Session
 from pxrs.remote.client.transfers import read_range
-from pxrs.waiting import Callback, Subscription
+from pxrs.waiting import Callback, Subscription, seconds_left
 
 OWNERS_S: Final = 2.0
 """How long a broker may take to say who owns the partitions of a topic."""
@@ -181,7 +181,7 @@ class RemoteTopic(TopicLog):
     def _send(self, parts: Sequence[Sequence[Append]]) -> Sent:
         """Send the parts, once. They are tried again only if nothing of them was sent."""
         connection = self._session.connection()
-        until = time.monotonic() + connection.patience_s
+        until = time.monotonic() + seconds_left(connection.patience_s)
         pause_s = PAUSE_S_MIN
         while True:
             try:
