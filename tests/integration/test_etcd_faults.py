@@ -38,6 +38,7 @@ from pxrs.testing.proxy import Proxy
 from pxrs.testing.registry_contract import quieten
 from pxrs.testing.servers import EtcdCluster, EtcdServer, StorageServer, certificates, free_ports
 from pxrs.testing.waiting import eventually
+from tests.integration import waits
 from tests.integration.waits import COPY_S, OF_THE_REGISTRY, World, check_calls
 
 # For the requests that no registry makes. Not imported here: pxrs must be the first to import gRPC (`pxrs.grpc_fork`).
@@ -668,8 +669,8 @@ def test_every_public_call_that_needs_the_registry_ends_within_its_limit_while_i
     proxy: Proxy, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier, "RETRY_S_MAX", COPY_S)
-    url = f"etcd://{proxy.host}:{proxy.port}?namespace={namespace}&timeout=1"
-    world = World(str(tmp_path / "hub"), url, timeout_s=1.0, patience_s=0.0)
+    url = f"etcd://{proxy.host}:{proxy.port}?namespace={namespace}&timeout={waits.TIMEOUT_S:g}"
+    world = World(str(tmp_path / "hub"), url, waits.TIMEOUT_S, patience_s=0.0)
     ended = check_calls(world, proxy.stall, proxy.restore, OF_THE_REGISTRY)
     error = ended["Registry.get"]
     assert isinstance(error, RegistryUnavailable)

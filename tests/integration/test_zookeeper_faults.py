@@ -35,6 +35,7 @@ from pxrs.testing.proxy import Proxy
 from pxrs.testing.registry_contract import at_once, quieten
 from pxrs.testing.servers import Cluster, Server, ZooKeeperCluster, ZooKeeperServer, certificates
 from pxrs.testing.waiting import eventually
+from tests.integration import waits
 from tests.integration.waits import COPY_S, OF_THE_REGISTRY, World, check_calls
 
 TIMEOUT_S = 1.2
@@ -593,8 +594,8 @@ def test_every_public_call_that_needs_the_registry_ends_within_its_limit_while_i
     proxy: Proxy, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier, "RETRY_S_MAX", COPY_S)
-    url = f"zookeeper://{proxy.host}:{proxy.port}?namespace={namespace}&timeout=1"
-    world = World(str(tmp_path / "hub"), url, timeout_s=1.0, patience_s=0.0)
+    url = f"zookeeper://{proxy.host}:{proxy.port}?namespace={namespace}&timeout={waits.TIMEOUT_S:g}"
+    world = World(str(tmp_path / "hub"), url, waits.TIMEOUT_S, patience_s=0.0)
     ended = check_calls(world, proxy.stall, proxy.restore, OF_THE_REGISTRY)
     error = ended["Registry.get"]
     assert isinstance(error, RegistryUnavailable)

@@ -1,6 +1,6 @@
 """Every public call that may wait for another process, made while that process does not answer.
 
-`TABLE` has an entry for each public method and property of the classes in `WAITING`, except those of the producer:
+`TABLE` has an entry for each public method and property of the classes in `WAITING`:
 `tests/unit/test_documented_waits.py` compares the entries with the classes and with the table in docs/waiting.md. An
 entry prepares its call while everything works, and returns a function, which is called once nothing answers any more.
 `check_calls` makes all of them at once, each on a thread of its own, and reports those that have neither returned nor
@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import pyarrow as pa
+
 import pxrs
 from pxrs.errors import PxrsError
 from pxrs.hub import Hub
@@ -31,6 +33,9 @@ from pxrs.testing.waiting import eventually
 
 WAITING: Final[tuple[type, ...]] = (
     pxrs.Hub,
+    pxrs.Producer,
+    pxrs.Receipt,
+    pxrs.TableReceipt,
     pxrs.Consumer,
     pxrs.TopicsConsumer,
     pxrs.GroupHandle,
@@ -45,14 +50,18 @@ WAITING: Final[tuple[type, ...]] = (
     SqlTable,
 )
 """The public classes whose methods may wait."""
-OF_THE_PRODUCER: Final[tuple[type, ...]] = (pxrs.Producer, pxrs.Receipt, pxrs.TableReceipt)
-"""Public classes that have no entries in `TABLE` yet."""
+TIMEOUT_S: Final = 3.0
+PATIENCE_S: Final = 4.0
+"""The `timeout` and `patience` of the addresses: while calls are prepared, a busy machine must be able to answer within
+them."""
 SLACK_S: Final = 8.0
 """What a call may take beyond its limit: threads of a busy machine."""
 STOP_S: Final = 0.5
 """After how long a wait without an end is ended."""
 CONNECT_S: Final = 2.0
 """The `connect_timeout` of the table's database; libpq takes no shorter one."""
+DELIVERY_S: Final = 1.0
+"""The `delivery_timeout` and the `buffer_timeout` of producers."""
 COPY_S: Final = 1.0
 """For how long a copy sends a piece again that cannot be stored."""
 
@@ -186,6 +195,8 @@ LIMITS: Final[dict[str, Callable[[World], float]]] = {
     "its own": lambda world: STOP_S + world.timeout_s + world.patience_s,
     "read_timeout": lambda world: world.read_s + CONNECT_S,
     "copy": lambda world: COPY_S + 2 * world.timeout_s + 2 * world.patience_s,
+    "buffer_timeout": lambda world: DELIVERY_S,
+    "delivery_timeout": lambda world: DELIVERY_S + 2.0,
     "close": lambda world: 4 * world.timeout_s + world.patience_s,
 }
 """The limits of docs/waiting.md, in seconds."""
@@ -311,6 +322,37 @@ def _of_group(limit: str, call: Callable[[pxrs.GroupHandle], object]) -> Call:
 
 def _of_paused(limit: str, call: Callable[[pxrs.GroupHandle], object]) -> Call:
     return Call(limit, lambda world: functools.partial(call, world.paused_group()))
+
+
+def _of_producer(limit: str, call: Callable[[pxrs.Producer], object]) -> Call:
+    """A call of a producer that has stored a message, and whose buffer is small."""
+
+    def prepare(world: World) -> Thunk:
+        options = pxrs.ProducerOptions(delivery_timeout=DELIVERY_S, buffer_timeout=DELIVERY_S, buffer_bytes=1 << 20)
+        out = world.hub.producer("t", **options)
+        world.kept.append(out)
+        out.send(b"x", partition=0).result(10)
+        return functools.partial(call, out)
+
+    return Call(limit, prepare)
+
+
+def _fill(send: Callable[[], object]) -> None:
+    """Send what does not fit into the buffer of 1 MB, 100 kB each time: the last call waits for room, unless the log
+    stores what is sent."""
+    for _ in range(11):
+        send()
+
+
+def _send_and(call: Callable[[pxrs.Producer], object]) -> Callable[[pxrs.Producer], object]:
+    def after_sending(out: pxrs.Producer) -> object:
+        out.send(b"y", partition=0)
+        return call(out)
+
+    return after_sending
+
+
+_BLOCK: Final = pa.table({"value": [bytes(100_000)]})
 
 
 def _of_queue(limit: str, call: Callable[[pxrs.QueueHandle], object]) -> Call:
@@ -451,6 +493,16 @@ TABLE: Final[dict[str, Call]] = {
     "Hub.copy_topic": _of_hub("copy", lambda hub: hub.copy_topic("t", f"n{uuid.uuid4().hex[:8]}")),
     "Hub.delete_topic": _of_hub("timeout + patience", lambda hub: hub.delete_topic("deleted")),
     "Hub.producer": _of_hub("patience", lambda hub: hub.producer("t")),
+    # Producers.
+    "Producer.send": _of_producer("buffer_timeout", lambda out: _fill(lambda: out.send(bytes(100_000)))),
+    "Producer.send_batch": _of_producer("buffer_timeout", lambda out: _fill(lambda: out.send_batch(_BLOCK))),
+    "Producer.flush": _of_producer("delivery_timeout", _send_and(lambda out: out.flush())),
+    "Producer.close": _of_producer("delivery_timeout", _send_and(lambda out: out.close())),
+    "Producer.topic_id": _of_producer("at once", lambda out: out.topic_id),
+    "Receipt.result": _of_producer("delivery_timeout", lambda out: out.send(b"y", partition=0).result()),
+    "Receipt.is_done": _of_producer("at once", lambda out: out.send(b"y", partition=0).is_done),
+    "TableReceipt.result": _of_producer("delivery_timeout", lambda out: out.send_batch(_BLOCK).result()),
+    "TableReceipt.is_done": _of_producer("at once", lambda out: out.send_batch(_BLOCK).is_done),
     # Sources.
     "Hub.add_source": _source(_add_source),
     "Hub.sources": _of_hub("timeout", lambda hub: hub.sources()),
@@ -576,7 +628,6 @@ TABLE: Final[dict[str, Call]] = {
     "SqlTable.start": _of_table("read_timeout", lambda table: table.start(0)),
     "SqlTable.end": _of_table("read_timeout", lambda table: table.end(0)),
     "SqlTable.ends": _of_table("read_timeout", lambda table: table.ends()),
-    "SqlTable.end_before": _of_table("read_timeout", lambda table: table.end_before(0, 0)),
     "SqlTable.extents": _of_table("read_timeout", lambda table: table.extents()),
     "SqlTable.offset_at": _of_table("read_timeout", lambda table: table.offset_at(0, 0)),
     "SqlTable.read": _of_table("read_timeout", lambda table: table.read(0, 0)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pxrs
-from tests.integration.waits import LIMITS, OF_THE_PRODUCER, TABLE, WAITING
+from tests.integration.waits import LIMITS, TABLE, WAITING
 
 PAGE = Path(__file__).parents[2] / "docs/waiting.md"
 ROW = re.compile(r"^\| (`(?:[A-Z]\w+\.\w+|open)`.*?) \| .* \| ([^|]+) \|$", re.MULTILINE)
@@ -40,7 +40,7 @@ def public(kind: type) -> set[str]:
 
 def test_every_public_class_is_one_whose_methods_may_wait_or_is_known_not_to() -> None:
     classes = {name: each for name in pxrs.__all__ if inspect.isclass(each := getattr(pxrs, name))}
-    known = VALUES | CONTRACTS | {kind.__name__ for kind in (*WAITING, *OF_THE_PRODUCER)}
+    known = VALUES | CONTRACTS | {kind.__name__ for kind in WAITING}
     assert set(classes) - known == set()
 
 

@@ -7,11 +7,11 @@ import pytest
 from pxrs.copying import copier
 from pxrs.errors import ReadFailed
 from pxrs.testing.cluster_processes import ClusterProcesses
-from tests.integration.waits import COPY_S, TABLE, World, check_calls
+from tests.integration.waits import COPY_S, PATIENCE_S, TABLE, TIMEOUT_S, World, check_calls
 
 OF_MESSAGES = [
     *("Hub.create_topic", "Hub.copy_topic", "Hub.delete_topic", "Hub.events", "Hub.close"),
-    *(name for name in TABLE if name.startswith("TopicHandle.")),
+    *(name for name in TABLE if name.startswith(("TopicHandle.", "Producer.", "Receipt.", "TableReceipt."))),
     *(f"Consumer.{name}" for name in ("__iter__", "batches", "poll", "run", "seek", "lag", "close")),
 ]
 """Calls that brokers pass on to storage nodes, or may. All others end at the brokers and at etcd."""
@@ -32,7 +32,7 @@ def test_every_public_call_ends_within_its_limit_while_a_part_of_the_cluster_doe
         for proxy in proxies:
             proxy.restore()
 
-    world = World(f"{cluster.url}?timeout=1&patience=2", None, timeout_s=1.0, patience_s=2.0)
+    world = World(f"{cluster.url}?timeout={TIMEOUT_S:g}&patience={PATIENCE_S:g}", None, TIMEOUT_S, PATIENCE_S)
     ended = check_calls(world, stall, restore, TABLE if silent == "brokers" else OF_MESSAGES)
     if silent == "brokers":
         assert isinstance(ended["TopicHandle.read"], ReadFailed)

@@ -8,7 +8,7 @@ from pxrs.copying import copier
 from pxrs.errors import ReadFailed, RegistryUnavailable
 from pxrs.testing.proxy import Proxy
 from tests.integration.server.conftest import Running
-from tests.integration.waits import COPY_S, World, check_calls
+from tests.integration.waits import COPY_S, PATIENCE_S, TIMEOUT_S, World, check_calls
 
 
 def test_every_public_call_ends_within_its_limit_while_the_server_does_not_answer(
@@ -17,11 +17,11 @@ def test_every_public_call_ends_within_its_limit_while_the_server_does_not_answe
     monkeypatch.setattr(copier, "RETRY_S_MAX", COPY_S)
     host, _, port = running.address.rpartition(":")
     with Proxy(host, int(port)) as proxy:
-        url = f"pxrs://{proxy.host}:{proxy.port}?timeout=1&patience=2"
-        ended = check_calls(World(url, None, timeout_s=1.0, patience_s=2.0), proxy.stall, proxy.restore)
+        url = f"pxrs://{proxy.host}:{proxy.port}?timeout={TIMEOUT_S:g}&patience={PATIENCE_S:g}"
+        ended = check_calls(World(url, None, TIMEOUT_S, PATIENCE_S), proxy.stall, proxy.restore)
     for name, kind, limit in (
-        ("TopicHandle.read", ReadFailed, "given up after 2 s (`patience` of the address)"),
-        ("Registry.get", RegistryUnavailable, "given up after 1 s (`timeout` of the address)"),
+        ("TopicHandle.read", ReadFailed, f"given up after {PATIENCE_S:g} s (`patience` of the address)"),
+        ("Registry.get", RegistryUnavailable, f"given up after {TIMEOUT_S:g} s (`timeout` of the address)"),
     ):
         error = ended[name]
         assert isinstance(error, kind)

@@ -371,4 +371,7 @@ class SqlRegistry(Registry):
                 self.database.drop_connections()
             if time.monotonic() > deadline:
                 break
-        raise RegistryUnavailable(str(last or f"{self.url}: not within {timeout:g} s")) from last
+        # The last attempt may have had milliseconds of the whole time, and says so.
+        why = f"{last}; given up" if last is not None else f"{self.url}: given up"
+        took_s = time.monotonic() - (deadline - timeout)
+        raise RegistryUnavailable(f"{why} after {took_s:.3g} s (`timeout` of the address: {timeout:.3g} s)") from last
