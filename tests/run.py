@@ -48,11 +48,13 @@ def run(command: list[str]) -> int:
         signal.signal(number, pass_on)
     code = None
     while code is None:
-        try:
-            code = child.wait(1.0)
-        except subprocess.TimeoutExpired:
+        # Orphans are collected too: else every process that ends after its parent stays in the system's table.
+        code = _reap().get(child.pid)
+        if code is None:
+            time.sleep(0.1)
             if interrupted and time.monotonic() > interrupted[0] + INTERRUPTED_S:
                 child.kill()
+    child.returncode = code
     left = end_all(GRACE_S if not interrupted and code >= 0 else 0.0)
     for line in left:
         sys.stderr.write(f"a process was left, and killed: {line}\n")
@@ -85,11 +87,13 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _reap() -> None:
-    """Collect orphans that have ended, so that they are no longer counted, and their CPU time is."""
+def _reap() -> dict[int, int]:
+    """Collect the children and orphans that have ended. Returns their exit codes by process id."""
+    codes = {}
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return codes
 
 
 def _end_with_parent() -> None:
