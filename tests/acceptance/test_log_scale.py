@@ -23,6 +23,7 @@ from pxrs.log.directory.crew import HELPERS_MAX
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import AUDIT_TOPIC, EVENTS_TOPIC, Topic
+from pxrs.producer.sending import THREADS_MAX
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually
 from pxrs.topics import TopicHandle
@@ -66,7 +67,7 @@ def test_thousands_of_partitions_take_no_threads_and_few_files_each(tmp_path: Pa
             receipts = [producer.send(b"%d" % number, partition=number) for number in range(partitions)]
             producer.flush()
             assert [receipt.result(0) for receipt in receipts] == [(number, 0) for number in range(partitions)]
-            assert count_threads() - threads <= 1 + HELPERS_MAX, "the producer's, and those who sync"
+            assert count_threads() - threads <= THREADS_MAX + HELPERS_MAX, "the producer's, and those who sync"
             assert open_files() - files <= FILES_PER_PARTITION * partitions + 10
             reader = other.topic("t")  # with files of its own, as another process would have
             assert reader.wait(dict.fromkeys(range(partitions), 0), 0) == set(range(partitions))
@@ -81,7 +82,7 @@ def test_thousands_of_partitions_take_no_threads_and_few_files_each(tmp_path: Pa
             producer.send(b"wake up", partition=partitions - 1).result(60)
             waiting.join(60)
             assert woken == [{partitions - 1}]
-            assert count_threads() - threads <= 1 + HELPERS_MAX + 1, "and the tailer of the log that waits"
+            assert count_threads() - threads <= THREADS_MAX + HELPERS_MAX + 1, "and the tailer of the log that waits"
             assert open_files() - files <= 2 * FILES_PER_PARTITION * partitions + 10
             assert topic.end(partitions - 1) == 2
     eventually(lambda: open_files() <= files + 5)  # all are closed with the hub

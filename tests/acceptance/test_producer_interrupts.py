@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -183,14 +184,14 @@ def test_x16_a_close_after_an_interrupted_one_still_waits_for_all(tmp_path: Path
         with pxrs.open(tmp_path) as hub:
             hub.create_topic("t", partitions=1)
             log = hub.log.topic("t")
-            store = log.append
+            store = log.append_each
 
-            def slow(appends: Sequence[Append]) -> list[int]:
+            def slow(appends: Sequence[Append], tell: Any) -> None:
                 entered.set()
                 may_store.wait(BOUND_S)
-                return store(appends)
+                store(appends, tell)
 
-            log.append = slow  # type: ignore[method-assign]
+            log.append_each = slow  # type: ignore[method-assign]
             producer = hub.producer("t", linger_s=0)
             receipt = producer.send(b"last", b"key")
             assert entered.wait(BOUND_S)

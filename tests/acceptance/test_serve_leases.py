@@ -243,6 +243,7 @@ def outage(server: HubServer, hub: Hub, clients: ExitStack, folder: Path, ttl: f
     """Kill the server and start it again after most of half a lease. Checks that nobody has lost anything, if it was
     back in time. For how long it was away."""
     group = f"g{ttl:g}"
+    wait_for(lambda: not hub.registry.scan(TAKERS), "the lease of the taker with a shorter one has ended")
     workers = [
         clients.enter_context(Worker(server.url, "-", "t", group, f"{group}-{number}", folder, ttl))
         for number in range(2)

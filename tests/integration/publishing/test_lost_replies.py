@@ -14,8 +14,9 @@ from pxrs.errors import (
     OutcomeUnknown,
     RegistryUnavailable,
 )
-from pxrs.publishing import manifest, outage
+from pxrs.publishing import manifest
 from pxrs.publishing.manifest import Publisher
+from pxrs.registry import outage
 from tests.integration.publishing.driver import (
     QUERY,
     SEED,

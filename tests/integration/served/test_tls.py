@@ -167,5 +167,5 @@ def test_a_server_that_is_not_there_is_told_after_the_timeout() -> None:
         hub.topics()
     assert str(raised.value) == (
         "pxrs://127.0.0.1:1: no server answers: 127.0.0.1:1: Connection refused (UNAVAILABLE); is `pxrs serve` running "
-        "there?"
+        "there?; given up after 0.5 s (`timeout` of the address): ask the server with `pxrs ping`"
     )

@@ -213,7 +213,7 @@ def test_w1_a_producer_gets_the_answer_to_what_is_being_stored_when_its_token_is
     topic, out = client.topic("t"), client.producer("t")
     receipt = out.send(b"under way", partition=0)
     assert begun.wait(PATIENCE_S)
-    later = out.send(b"later", partition=1)
+    later = out.send(b"later", partition=0)  # waits behind the first: another partition would be sent beside it
     revoke()
     until(lambda: running.ask(lambda server: len(server.service.streams)) <= 1)
     with pytest.raises(Unauthenticated):
