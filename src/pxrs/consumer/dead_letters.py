@@ -56,8 +56,8 @@ def check_other_topic(sources: Iterable[Read], dead_letters_id: str) -> None:
 
 class DeadLetterTopic:
     """Opens a producer of the dead-letter topic when the first dead letter is sent. After a failure it opens a new one,
-    because a producer accepts no more messages for a partition that has failed. Calling it returns the open producer.
-    Threads share it."""
+    because some failures of a producer last, such as that of a topic that was deleted and created anew. Calling it
+    returns the open producer. Threads share it."""
 
     def __init__(self, open_producer: Callable[[], Producer]) -> None:
         self._open = open_producer
