@@ -18,12 +18,14 @@ from pxrs import disk
 from pxrs import registry as registries
 from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import CLUSTER_ID, RETIRED, NodeRecord, alive_key, node_key
+from pxrs.cluster.storage.core import TRIES_KEPT
 from pxrs.cluster.storage.identity import Started, start
 from pxrs.cluster.storage.node import NodeSettings
 from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import (
     ClusterError,
+    Conflict,
     InvalidArgument,
     NodeFormatUnsupported,
     NodeFull,
@@ -208,6 +210,52 @@ def test_c5_a_start_that_lands_while_the_next_one_is_made_leaves_the_same_node(
     with started(folder, registry) as found:
         assert (found.node.id, found.starts, stored(found.node)) == (node, 3, [0])
     assert not list(folder.glob("aside-*"))
+
+
+def test_c5_a_start_that_lands_after_many_others_have_given_up_leaves_the_same_node(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    held = Held(registry, monkeypatch)
+
+    def no_reply() -> None:
+        raise OutcomeUnknown("no reply")
+
+    held.before = no_reply
+    for _ in range(TRIES_KEPT + 3):
+        give_up(folder, registry)
+    assert len(json.loads((folder / "node.json").read_text())["tries"]) == TRIES_KEPT
+    held.land()
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, stored(found.node)) == (node, 3, [0])
+
+
+def test_c5_a_start_after_many_that_were_not_recorded_makes_sure_that_none_of_them_lands_later(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    held = Held(registry, monkeypatch)
+
+    def no_reply() -> None:
+        raise OutcomeUnknown("no reply")
+
+    held.before = no_reply
+    for _ in range(TRIES_KEPT):
+        give_up(folder, registry)
+    calls: list[object] = []
+
+    def die_after_the_first() -> None:
+        calls.append(None)
+        if len(calls) > 1:
+            raise RegistryUnavailable("died")
+
+    held.before = die_after_the_first
+    give_up(folder, registry)
+    assert len(json.loads((folder / "node.json").read_text())["tries"]) == 1
+    with pytest.raises(Conflict):
+        held.land()
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, stored(found.node)) == (node, 2, [0])
 
 
 def test_c5_a_copy_whose_start_was_never_recorded_does_not_pass_for_the_node_that_was_started_since(
