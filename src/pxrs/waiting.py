@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -39,7 +40,37 @@ SIGNAL_S: Final = 1.0
 _Found = TypeVar("_Found")
 
 
-def wait_for_signal(event: threading.Event) -> None:
+class SignalEvent:
+    """An event that the handlers of signals set, for one thread that waits.
+
+    `threading.Event.set` waits for a lock. A handler runs in the main thread, between any two of its steps: if that
+    thread has just begun to wait for the event, it holds this lock, and the handler would wait for ever. `SimpleQueue`
+    may be put to at any time."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._changes.put(None)
+
+    def clear(self) -> None:
+        """A `wait` that follows may return False before its time is up."""
+        self._is_set = False
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the event is set or the time is up. Returns whether it is set."""
+        if not self._is_set:
+            with suppress(queue.Empty):
+                self._changes.get(timeout=timeout)
+        return self._is_set
+
+
+def wait_for_signal(event: threading.Event | SignalEvent) -> None:
     """Wait until the event is set, by the handler of a signal or by another thread.
 
     A wait without a timeout can last for ever: Python runs signal handlers in the main thread only, and a signal does

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,16 @@ from pxrs.clock import ManualClock
 from pxrs.producer.condition import Condition
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.testing.waiting import aside, eventually
-from pxrs.waiting import BackgroundThread, Callback, Cancel, Subscribers, Subscription, wait_for, wait_for_signal
+from pxrs.waiting import (
+    BackgroundThread,
+    Callback,
+    Cancel,
+    SignalEvent,
+    Subscribers,
+    Subscription,
+    wait_for,
+    wait_for_signal,
+)
 
 BOUND_S = 30.0
 
@@ -298,3 +310,59 @@ def test_a_signal_that_another_thread_receives_ends_the_wait_of_the_main_thread(
     with _signal_for_another_thread() as is_handled:
         Condition().wait_for(is_handled.is_set, timeout=BOUND_S)
     assert time.monotonic() - begun < BOUND_S
+
+
+def _with_signal_at_step(number: int, run: Callable[[], object]) -> bool:
+    """Run the function in the main thread, with SIGUSR1 just before its step of this number: a line of its code, or of
+    what it calls. Returns whether it has so many steps."""
+    steps, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal steps
+        if event == "line":
+            steps += 1
+            if steps == number:
+                sys.settrace(before)
+                signal.raise_signal(signal.SIGUSR1)  # its handler runs before the traced line does
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return steps >= number
+
+
+def _interrupt_a_wait(step: int) -> bool:
+    """Whether a wait has a step of this number. The signal that interrupts it there sets its event."""
+    event = SignalEvent()
+    before = signal.signal(signal.SIGUSR1, lambda *_: event.set())
+    try:
+        is_reached = _with_signal_at_step(step, lambda: event.wait(0.01))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert event.is_set() == event.wait(0.0) == is_reached
+    return is_reached
+
+
+def test_the_handler_of_a_signal_can_set_its_event_wherever_it_interrupts_the_main_thread() -> None:
+    """With `threading.Event` this never ends: the thread holds the lock of the event at one of these steps."""
+    steps = 0
+    while _interrupt_a_wait(steps + 1):
+        steps += 1
+    assert steps > 3
+
+
+def test_an_event_of_signals_is_cleared_and_set_again() -> None:
+    event = SignalEvent()
+    event.set()
+    assert event.wait(BOUND_S)
+    event.clear()
+    assert not event.is_set()
+    assert not event.wait(0.0)
+    killer = threading.Timer(0.01, event.set)
+    killer.start()
+    wait_for_signal(event)
+    assert event.is_set()
+    killer.join()

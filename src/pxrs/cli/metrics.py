@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -16,7 +15,7 @@ from pxrs.cli.terminal import echo
 from pxrs.errors import Closed, RegistryUnavailable
 from pxrs.metrics.health import always
 from pxrs.registry.outage import START_WAIT_S, StartWait
-from pxrs.waiting import wait_for_signal
+from pxrs.waiting import SignalEvent, wait_for_signal
 
 if TYPE_CHECKING:
     from pxrs.hub import Hub
@@ -44,7 +43,7 @@ def metrics(
     """
     from pxrs.cli.hub_reading import HubReading, KeptReading
 
-    stop, wait = threading.Event(), StartWait(registry_wait, "the hub's server")
+    stop, wait = SignalEvent(), StartWait(registry_wait, "the hub's server")
     hub: Hub | None = None
 
     def end(*_: object) -> None:

@@ -160,7 +160,7 @@ class _State:
         """Why the node does not serve any more."""
 
     def verdict(self) -> Verdict:
-        if self.server is None or self.reason is not None:
+        if self.server is None or not self.server.is_serving or self.reason is not None:
             return Verdict(False, self.reason or self._wait.reason or "the node is starting")
         load = self.server.node.load
         fields = {"node": self.server.node.id, "ledgers": load.ledgers, "bytes": load.bytes}

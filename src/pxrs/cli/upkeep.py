@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -14,6 +13,7 @@ from pxrs.cli.monitoring import MetricsListen, monitored, refuse_metrics
 from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.metrics.health import Beat, Readiness, Verdict
+from pxrs.waiting import SignalEvent
 from pxrs.wording import counted, microseconds, printable, rfc3339
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def status(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
 
 def _serve(hub: Hub, as_json: bool, metrics_listen: str | None) -> None:
     """Run until a signal comes."""
-    stop = threading.Event()
+    stop = SignalEvent()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
     beat, ready = Beat("the loop of the command"), Readiness("waiting for the registry: no janitor is known yet")
 
@@ -99,7 +99,7 @@ def _serve(hub: Hub, as_json: bool, metrics_listen: str | None) -> None:
             signal.signal(number, handler)
 
 
-def _follow(hub: Hub, as_json: bool, stop: threading.Event, beat: Beat, ready: Readiness) -> None:
+def _follow(hub: Hub, as_json: bool, stop: SignalEvent, beat: Beat, ready: Readiness) -> None:
     """Print each change of the role, and each round that removed something or failed."""
     hub.start_upkeep()
     shown: tuple[str, str] | None = None

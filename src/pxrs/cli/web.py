@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, open_hub, reach
 from pxrs.cli.terminal import echo
 from pxrs.errors import Closed, InvalidArgument, MissingDependency
 from pxrs.registry.outage import START_WAIT_S, StartWait
-from pxrs.waiting import wait_for_signal
+from pxrs.waiting import SignalEvent, wait_for_signal
 
 if TYPE_CHECKING:
     from pxrs.hub import Hub
@@ -56,7 +55,7 @@ def web(
     """
     token = None if actions_token_file is None else _access().ActionToken(actions_token_file)
     _check_listen(listen, insecure=insecure)
-    stop, wait = threading.Event(), StartWait(registry_wait, "the hub's registry or server")
+    stop, wait = SignalEvent(), StartWait(registry_wait, "the hub's registry or server")
 
     def end(*_: object) -> None:
         stop.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import queue
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,12 +19,15 @@ from pxrs import disk
 from pxrs import registry as registries
 from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import CLUSTER_ID, RETIRED, NodeRecord, alive_key, node_key
+from pxrs.cluster.storage import opening
+from pxrs.cluster.storage.core import TRIES_KEPT
 from pxrs.cluster.storage.identity import Started, start
 from pxrs.cluster.storage.node import NodeSettings
 from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import (
     ClusterError,
+    Conflict,
     InvalidArgument,
     NodeFormatUnsupported,
     NodeFull,
@@ -210,6 +214,52 @@ def test_c5_a_start_that_lands_while_the_next_one_is_made_leaves_the_same_node(
     assert not list(folder.glob("aside-*"))
 
 
+def test_c5_a_start_that_lands_after_many_others_have_given_up_leaves_the_same_node(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    held = Held(registry, monkeypatch)
+
+    def no_reply() -> None:
+        raise OutcomeUnknown("no reply")
+
+    held.before = no_reply
+    for _ in range(TRIES_KEPT + 3):
+        give_up(folder, registry)
+    assert len(json.loads((folder / "node.json").read_text())["tries"]) == TRIES_KEPT
+    held.land()
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, stored(found.node)) == (node, 3, [0])
+
+
+def test_c5_a_start_after_many_that_were_not_recorded_makes_sure_that_none_of_them_lands_later(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = first_start(folder, registry)
+    held = Held(registry, monkeypatch)
+
+    def no_reply() -> None:
+        raise OutcomeUnknown("no reply")
+
+    held.before = no_reply
+    for _ in range(TRIES_KEPT):
+        give_up(folder, registry)
+    calls: list[object] = []
+
+    def die_after_the_first() -> None:
+        calls.append(None)
+        if len(calls) > 1:
+            raise RegistryUnavailable("died")
+
+    held.before = die_after_the_first
+    give_up(folder, registry)
+    assert len(json.loads((folder / "node.json").read_text())["tries"]) == 1
+    with pytest.raises(Conflict):
+        held.land()
+    with started(folder, registry) as found:
+        assert (found.node.id, found.starts, stored(found.node)) == (node, 2, [0])
+
+
 def test_c5_a_copy_whose_start_was_never_recorded_does_not_pass_for_the_node_that_was_started_since(
     folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +323,28 @@ def test_a_disk_that_cannot_be_written_to_starts_read_only_and_records_nothing(
     with started(folder, registry) as found:
         assert (found.node.id, found.starts, found.is_read_only) == (node, 2, False)
         assert add(found.node, entry(1)) == [None]
+
+
+def test_c2_a_read_only_start_does_not_trust_a_fence_that_only_the_page_cache_has(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(folder, registry) as found:
+        assert add(found.node, entry(0)) == [None]
+        before = found.node.journal.end
+        found.node.fence(entry(0).ledger, 1)  # the last batch
+
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def drop(descriptor: int, *arguments: int) -> None:
+        """The pages of the last batch were never written: the medium has zeros there."""
+        os.ftruncate(descriptor, before)
+        os.ftruncate(descriptor, before + 4096)
+
+    monkeypatch.setattr(opening, "_begin_again", full)
+    monkeypatch.setattr(os, "posix_fadvise", drop)
+    with pytest.raises(OSError, match="not written to the medium"), started(folder, registry):
+        pass
 
 
 def test_a_disk_of_another_cluster_is_a_new_node(folder: Path, registry: Registry) -> None:

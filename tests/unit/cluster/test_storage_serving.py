@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
@@ -15,11 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from pxrs import disk
 from pxrs import registry as registries
 from pxrs.cluster.links import LinkSettings, NodeLink
 from pxrs.cluster.messages import Add
 from pxrs.cluster.records import AliveNode, alive_key
-from pxrs.cluster.storage import service
+from pxrs.cluster.storage import running, service
 from pxrs.cluster.storage.collecting import Collected, Collector
 from pxrs.cluster.storage.journal import Journal
 from pxrs.cluster.storage.running import StorageServer, StorageSettings, storing
@@ -263,6 +265,59 @@ def test_a_full_node_says_so_to_brokers_and_in_the_registry(
         is_full.clear()
         wait_for(is_refusing=False)
         assert sent(link, entry(0)) == [None]
+
+
+@contextmanager
+def without_inodes(patch: pytest.MonkeyPatch) -> Iterator[threading.Semaphore]:
+    """Cookies cannot be written, although as many bytes are free as ever. Gives a semaphore that each try releases."""
+    tries = threading.Semaphore(0)
+
+    def full(*arguments: object, **named: object) -> None:
+        tries.release()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with patch.context() as inner:
+        inner.setattr(running, "REFRESH_S", 0.01)
+        inner.setattr(disk, "replace_file", full)
+        yield tries
+
+
+def test_a_read_only_node_starts_anew_although_the_number_of_free_bytes_is_what_it_was(
+    registry: Registry, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(registry, folder) as server, linked(server) as link:
+        assert sent(link, entry(0)) == [None]
+        node = server.node.id
+    found = os.statvfs_result([4096, 4096, 1 << 20, 1 << 19, 1 << 19, 1 << 20, 1 << 19, 1 << 19, 0, 255])
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
+    with contextlib.ExitStack() as stack:
+        with without_inodes(monkeypatch) as tries:
+            server = stack.enter_context(served(registry, folder))
+            assert server.node.read_only is not None
+            for _ in range(2):  # the start, and the one that was made because enough bytes are free
+                assert tries.acquire(timeout=ANSWER_S_MAX)
+        assert wait_until(lambda: server.is_serving and server.node.refuses is None, ANSWER_S_MAX)
+        assert server.node.id == node
+        with linked(server) as link:
+            assert sent(link, entry(1)) == [None]
+    assert sorted(each.name for each in (folder / "node").iterdir()) == ["journal", "lock", "node.json"]
+
+
+def test_a_read_only_node_that_cannot_be_started_again_ends_its_process_whatever_the_reason(
+    registry: Registry, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(registry, folder):
+        pass
+    with without_inodes(monkeypatch) as tries, served(registry, folder) as server:
+        assert tries.acquire(timeout=ANSWER_S_MAX)
+
+        def no_thread(*arguments: object, **named: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(running, "start", no_thread)
+        assert wait_until(server.replaced.done, ANSWER_S_MAX)
+        assert "can't start new thread" in str(server.replaced.result())
+        assert not server.is_serving
 
 
 def test_w5_an_entry_takes_its_whole_length_of_the_room_for_reads(

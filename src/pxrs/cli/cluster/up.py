@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -18,6 +17,7 @@ from pxrs.cli.cluster.plan import BROKERS_DEFAULT, STORAGE_DEFAULT, Plan, Wish, 
 from pxrs.cli.exits import EXIT_FAILED, exit_codes
 from pxrs.cli.terminal import echo, tell_error
 from pxrs.errors import InvalidArgument
+from pxrs.waiting import SignalEvent
 
 LOOK_S: Final = 0.2
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -120,9 +120,9 @@ def _run(home: Path, wish: Wish, registry: str | None, options: dict[str, float]
 
 
 @contextlib.contextmanager
-def _stopping() -> Iterator[threading.Event]:
+def _stopping() -> Iterator[SignalEvent]:
     """An event that a signal sets."""
-    stop = threading.Event()
+    stop = SignalEvent()
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.set()

@@ -30,8 +30,10 @@ from pxrs.cluster.records import NodeRecord
 from pxrs.errors import ClusterError, EntryDiffers, LedgerFenced, LedgerRemoved
 
 TRIES_KEPT: Final = 16
-"""How many ids of starts a disk keeps (`Cookie.tries`). A start that is not recorded waits for minutes before it ends,
-so the commit of one that is dropped from the list can no longer land."""
+"""How many ids of starts a disk keeps (`Cookie.tries`). No id may be dropped while its commit can still land, however
+old it is: a database that waits for its standby keeps a commit open for hours, and answers reads meanwhile. So a disk
+with this many ids makes no further try before the registry has confirmed that none of them can land
+(`has_many_tries`)."""
 
 
 class StoreItem(NamedTuple):
@@ -406,6 +408,18 @@ def _is_own_start(cookie: Cookie, registered: NodeRecord) -> bool:
     return cookie.before in ("", registered.start)
 
 
+def has_many_tries(cookie: Cookie | None, decided: Start) -> bool:
+    """Whether the disk has TRIES_KEPT starts that may still be recorded as `decided.starts`. Then the caller first
+    writes the node's record as it is, by compare-and-set: each of those starts expects an older version of the record,
+    so that none of them can land any more. After that, the list begins anew."""
+    return (
+        cookie is not None
+        and not decided.is_new
+        and cookie.starts == decided.starts
+        and len(cookie.tries) >= TRIES_KEPT
+    )
+
+
 def next_cookie(
     cookie: Cookie | None, registered: NodeRecord | None, decided: Start, cluster: str, tried: str
 ) -> Cookie:
@@ -413,5 +427,7 @@ def next_cookie(
     tries: tuple[str, ...] = ()
     if cookie is not None and not decided.is_new and cookie.starts == decided.starts:
         tries = cookie.tries  # of starts that ended before they knew whether they were recorded: they may land yet
+    if has_many_tries(cookie, decided):
+        tries = ()  # none of them can land any more
     before = "" if registered is None or decided.is_new else registered.start
-    return Cookie(decided.node, cluster, decided.starts, (*tries, tried)[-TRIES_KEPT:], before)
+    return Cookie(decided.node, cluster, decided.starts, (*tries, tried), before)

@@ -19,7 +19,8 @@ that finds a higher counter in the registry than its own stops: another process 
     Conflict, and the record has another id     end: a process on a copy of this disk was faster. The next start finds
                                                 an older copy
     the wait is over                            end. The disk keeps the id of this start in `tries`: if the commit lands
-                                                later, the next start knows it as its own
+                                                later, the next start knows it as its own. A disk with TRIES_KEPT ids
+                                                first has the registry bar them (`core.has_many_tries`)
 
 If the disk is so full that the counter cannot be written, the node of the directory starts read-only: it raises the
 counter nowhere, and serves what it has under the number of its last start. It acknowledges nothing, neither adds nor
@@ -48,7 +49,7 @@ from typing import Final, NamedTuple
 from pxrs import disk
 from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import IN_USE, AliveNode, NodeRecord, alive_key, checked_id, node_key
-from pxrs.cluster.storage.core import Cookie, Start, decide_start, next_cookie
+from pxrs.cluster.storage.core import Cookie, Start, decide_start, has_many_tries, next_cookie
 from pxrs.cluster.storage.format import FORMAT
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
 from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported
@@ -250,6 +251,8 @@ def _start(
                 "" if aside is None else f"; the content of the directory was moved to {aside}",
             )
             entry = None
+        if entry is not None and has_many_tries(cookie, decided):
+            entry = _bar_tries(registry, entry, wait)
         registered = None if entry is None else NodeRecord.parse(entry.key, entry.value)
         tried = uuid.uuid4().hex
         directory.write_cookie(next_cookie(cookie, registered, decided, cluster, tried))
@@ -301,6 +304,14 @@ def _decide(cookie: Cookie | None, entry: Entry | None, cluster: str, journal_en
 def _open(directory: Directory, node: str, settings: NodeSettings | None) -> StorageNode:
     disk.make_folders(Path(directory.journal))
     return StorageNode(node, directory.journal, settings)
+
+
+def _bar_tries(registry: Registry, entry: Entry, wait: StartWait) -> Entry:
+    """Write the node's record as it is. Starts that expect this version of it, or an older one, can no longer land.
+    Returns the record with its new version. Raises Conflict if one of them has landed, if somebody has changed the
+    record, or if this commit is repeated after its reply was lost: the caller begins again."""
+    versions = wait(lambda: registry.commit(expect={entry.key: entry.version}, put={entry.key: entry.value}))
+    return replace(entry, version=versions[entry.key])
 
 
 def _register(

@@ -97,7 +97,7 @@ def open_journal(folder: str, seed: int, apply: Apply, bases: list[int], *, is_r
     for each in damage:
         _logger.error("the journal is damaged, and the node accepts no entries: %s", each)
     if is_read_only:
-        active, end = _as_it_is(folder, tail, begin, bases[-1])
+        active, end = _as_it_is(folder, tail, begin, seed, bases[-1])
     else:
         active, end = _begin_again(folder, tail, begin, seed, bases[-1] if bases else None)
         if not bases or bases[-1] != begin:
@@ -241,13 +241,14 @@ def _has_later_batch(descriptor: int, at: int, size: int, base: int, seed: int, 
     return False
 
 
-def _as_it_is(folder: str, tail: list[Record], begin: int, last: int) -> tuple[OpenSegment, int]:
-    """Make sure that the last batch is on the medium. Returns its segment, and the position after its last record."""
-    active = OpenSegment.open(folder, last)
+def _as_it_is(folder: str, tail: list[Record], begin: int, seed: int, last: int) -> tuple[OpenSegment, int]:
+    """Make sure that the last batch is on the medium: the headers too, because a fence has no body. Returns its
+    segment, and the position after its last record."""
+    active, end = OpenSegment.open(folder, last), begin + sum(record.size for record in tail)
     try:
         active.sync()
         os.posix_fadvise(active.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        for record in tail:
+        for record in walk(active.descriptor, active.path, last, begin - last, end - last, seed):
             read_body(active.descriptor, active.path, last, record)
     except DamagedFrame as error:
         active.close()
@@ -255,7 +256,7 @@ def _as_it_is(folder: str, tail: list[Record], begin: int, last: int) -> tuple[O
     except BaseException:
         active.close()
         raise
-    return active, begin + sum(record.size for record in tail)
+    return active, end
 
 
 def _begin_again(folder: str, tail: list[Record], begin: int, seed: int, last: int | None) -> tuple[OpenSegment, int]:

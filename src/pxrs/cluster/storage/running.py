@@ -26,7 +26,7 @@ import grpc
 
 from pxrs.cluster.records import node_key
 from pxrs.cluster.storage.collecting import Collector
-from pxrs.cluster.storage.identity import Started, start
+from pxrs.cluster.storage.identity import FULL, Started, start
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
 from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.service import Standing, StorageService
@@ -48,8 +48,13 @@ REFRESH_S: Final = 1.0
 _LOOK_S: Final = 0.02
 _CLOSE_S: Final = 1.0
 _ROOM_BYTES: Final = (1 << 20, 32 << 20)
-"""A node that is read-only because its disk is full starts again when so many bytes are free: `free_bytes_min`, but at
-least the first number and at most the second. A start writes the last batch of the journal again."""
+"""A node that is read-only because its disk is full starts again when a file of so many bytes can be written:
+`free_bytes_min`, but at least the first number and at most the second. A start writes the last batch of the journal
+again. After a start for which that was not enough, twice as many, up to the second number."""
+_ROOM_S_MAX: Final = 30.0
+"""The longest pause between two such starts. The first one is REFRESH_S; each is twice as long as the one before."""
+_ROOM_FILE: Final = "room.tmp"
+"""The name of that file, which exists for a moment only."""
 _EXTRA_CALLS: Final = 200
 """gRPC calls permitted beyond `streams_max`: health checks, and calls that are being refused."""
 
@@ -94,6 +99,8 @@ class StorageServer:
         self._is_stopping = asyncio.Event()
         self.address = ""
         """Host and port under which brokers reach the node; set when it listens."""
+        self.is_serving = False
+        """Whether the node serves and is registered as alive; False while one that was read-only starts again."""
         self.replaced: asyncio.Future[PxrsError] = asyncio.get_running_loop().create_future()
         """Done when this process must stop: because it is no longer the node (`Registration`), or because a node that
         was read-only could not be started again."""
@@ -121,6 +128,7 @@ class StorageServer:
 
     async def _begin(self) -> None:
         """Start the node of the directory, serve it, and register it as alive."""
+        self.is_serving = False
         settings, limits = self._settings, self._settings.limits
         kept = NodeSettings(limits.segment_bytes, limits.free_bytes_min)
         begin = functools.partial(start, settings.directory, self._registry, self.address, kept, wait=self._wait)
@@ -142,25 +150,27 @@ class StorageServer:
         await asyncio.to_thread(self._registration.start)
         if not started.is_read_only:  # garbage cannot be removed without a record of that
             self._collector.start()
+        self.is_serving = True
 
     async def _await_room(self) -> None:
         """Once the disk of a node that is read-only has room, end the node, and start it as it should be."""
         least = max(_ROOM_BYTES[0], min(self._settings.limits.free_bytes_min, _ROOM_BYTES[1]))
+        pause_s = REFRESH_S
         while self._started is not None and self._started.is_read_only:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_stopping.wait(), REFRESH_S)
+                await asyncio.wait_for(self._is_stopping.wait(), pause_s)
                 return
             try:
-                free = await asyncio.to_thread(self._free_bytes)
-                if free < least:
+                if not await asyncio.to_thread(self._has_room, least):
                     continue
                 # While the registry does not answer, the node serves what it has, and does not wait for the registry.
                 await asyncio.to_thread(self._registry.get, node_key(self.node.id))
             except (OSError, RegistryError) as error:
                 _logger.warning("the node stays read-only: %s", error)
                 continue
-            _logger.warning("the disk has room again, %s bytes: the node starts anew", f"{free:,}")
-            least = free + 1  # if that is not enough either, wait until there is more
+            _logger.warning("the disk has room again, at least %s bytes: the node starts anew", f"{least:,}")
+            # If that is not enough either, wait for more, and do not end the calls of the node every second.
+            least, pause_s = min(2 * least, _ROOM_BYTES[1]), min(2 * pause_s, _ROOM_S_MAX)
             try:
                 await self._leave()
                 await asyncio.to_thread(self._close)
@@ -168,15 +178,35 @@ class StorageServer:
             except PxrsError as error:
                 self._note_replaced(error)
                 return
-            except OSError as error:
-                failed = LogError(f"the storage node cannot start again: {disk.explain(error)}")
+            except Exception as error:  # noqa: BLE001 - nobody else would notice that the node is gone
+                why = disk.explain(error) if isinstance(error, OSError) else repr(error)
+                failed = LogError(f"the storage node cannot start again: {why}")
                 failed.__cause__ = error
                 self._note_replaced(failed)
                 return
 
-    def _free_bytes(self) -> int:
-        found = os.statvfs(self._settings.directory)
-        return found.f_bavail * found.f_frsize
+    def _has_room(self, size: int) -> bool:
+        """Whether a file of this length can be written to the directory. The number of free bytes does not tell: the
+        file system may lack inodes, or the user's quota may be used up. Raises OSError."""
+        directory = self._settings.directory
+        found = os.statvfs(directory)
+        if found.f_bavail * found.f_frsize < size:
+            return False
+        path = directory / _ROOM_FILE
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                if hasattr(os, "posix_fallocate"):  # not on macOS
+                    os.posix_fallocate(descriptor, 0, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return False
+        finally:
+            path.unlink(missing_ok=True)
+        return True
 
     def _bind(self) -> int:
         listen, credentials = self._settings.listen, self._settings.credentials
