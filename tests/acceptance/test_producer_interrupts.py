@@ -20,7 +20,7 @@ import pytest
 
 import pxrs
 from pxrs.hub import Hub
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, Tell
 from pxrs.producer.producer import Producer, Receipt
 from pxrs.testing import faults
 
@@ -183,14 +183,14 @@ def test_x16_a_close_after_an_interrupted_one_still_waits_for_all(tmp_path: Path
         with pxrs.open(tmp_path) as hub:
             hub.create_topic("t", partitions=1)
             log = hub.log.topic("t")
-            store = log.append
+            store = log.append_each
 
-            def slow(appends: Sequence[Append]) -> list[int]:
+            def slow(appends: Sequence[Append], tell: Tell) -> None:
                 entered.set()
                 may_store.wait(BOUND_S)
-                return store(appends)
+                store(appends, tell)
 
-            log.append = slow  # type: ignore[method-assign]
+            log.append_each = slow  # type: ignore[method-assign]
             producer = hub.producer("t", linger_s=0)
             receipt = producer.send(b"last", b"key")
             assert entered.wait(BOUND_S)
