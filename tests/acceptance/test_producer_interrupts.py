@@ -15,13 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 
 import pxrs
 from pxrs.hub import Hub
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, Tell
 from pxrs.producer.producer import Producer, Receipt
 from pxrs.testing import faults
 
@@ -186,7 +185,7 @@ def test_x16_a_close_after_an_interrupted_one_still_waits_for_all(tmp_path: Path
             log = hub.log.topic("t")
             store = log.append_each
 
-            def slow(appends: Sequence[Append], tell: Any) -> None:
+            def slow(appends: Sequence[Append], tell: Tell) -> None:
                 entered.set()
                 may_store.wait(BOUND_S)
                 store(appends, tell)

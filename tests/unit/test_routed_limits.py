@@ -72,6 +72,17 @@ def topic(brokers: Brokers) -> Iterator[RoutedTopic]:
         brokers.hanging.goes_on.set()
 
 
+def test_an_append_to_several_brokers_is_stored_while_the_interpreter_ends(brokers: Brokers) -> None:
+    """The pools of `concurrent.futures` take no more work by then, and a producer that was not closed appends."""
+    brokers.hanging.goes_on.set()
+    crew = ThreadPoolExecutor(4)
+    crew.shutdown()
+    topic = RoutedTopic(TOPIC, cast(Any, brokers), crew, SOON_S)
+    payload = encode(records([b"a"]))
+    found = topic.append([Append(0, payload), Append(1, payload)])
+    assert [type(each) for each in found] == [StoredAt, StoredAt]
+
+
 def test_a_time_limit_ends_the_search_for_an_owner(topic: RoutedTopic) -> None:
     began = time.monotonic()
     with time_limit(0.05):

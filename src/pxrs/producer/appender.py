@@ -31,7 +31,8 @@ they are known (`TopicLog.append_each`). A lane whose try has failed after more 
 others, together with those that failed with it. Calls may run on several threads (`pxrs.producer.sending`).
 
 If a call does not return, its lanes fail all the same, GRACE_S_MAX after their time. `_Lane.generation` then changes,
-and what the call may still tell is ignored.
+and what the call may still tell is ignored. A lane that has left UNRETURNED_MAX such calls behind is not tried until
+one of them has returned; what is sent to it meanwhile fails at its time, as not stored.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ _BACKOFF_S: Final = (0.01, 1.0)
 """The pause before the second try, and the longest one; each is twice the one before."""
 _LOOK_UP_S: Final = 0.5
 """How long the ends of several partitions are looked up together. Those that are not found are looked up alone."""
+UNRETURNED_MAX: Final = 2
+"""How many calls that have not returned a lane may have left behind. Each keeps a thread: if a partition took all of
+them, the others could not be tried."""
 _LATE: Final = -1
 """The cohort of lanes that have little time left: the time of a call is that of the lane with the least of it."""
 _PASSING: Final = (
@@ -119,6 +123,8 @@ class _Lane:
     """The log has been given the group by the present call, and has not answered."""
     generation: int = 0
     """Changes when a group fails while it `is_trying`."""
+    unreturned: int = 0
+    """How many calls have not answered yet, whose group has failed meanwhile."""
     cohort: int | None = None
     """Lanes with the same number are tried together, apart from others. None: together with all that have none."""
     # The group.
@@ -141,6 +147,11 @@ class _Lane:
     """The group was given a second producer id, after the log had forgotten the first one."""
     error: Exception | None = None
     """That of the last try."""
+
+    @property
+    def may_try(self) -> bool:
+        """Whether the lane may be part of another call, when it is due."""
+        return not self.is_trying and self.unreturned < UNRETURNED_MAX
 
     @property
     def expires_at(self) -> float:
@@ -202,6 +213,12 @@ class Appender:
         """Whether no batch is without a result."""
         return not self._active
 
+    def is_settled(self) -> bool:
+        """Whether no batch is without a result, and the outbox has been told all results. A thread that has just found
+        the last one holds the lock until it has told the outbox."""
+        with self.lock:
+            return not self._active
+
     def add(self, batches: Sequence[SentBatch]) -> None:
         """Queue batches. Those of partitions that have failed get their results at once."""
         failed: list[Result] = []
@@ -231,7 +248,7 @@ class Appender:
         with self.lock:
             if self._is_abandoned:
                 return None
-            ready = [lane for lane in self._active.values() if not lane.is_trying and lane.due <= now < lane.expires_at]
+            ready = [lane for lane in self._active.values() if lane.may_try and lane.due <= now < lane.expires_at]
             late = [each for each in ready if each.cohort is None and each.expires_at - now < self._delivery_s / 4]
             for lane in late:
                 lane.cohort = _LATE
@@ -251,11 +268,16 @@ class Appender:
             self._changed()
         return call
 
+    def has_apart(self) -> bool:
+        """Whether there are lanes to be tried apart from others, now or when they are due."""
+        with self.lock:
+            return any(lane.cohort is not None and lane.may_try for lane in self._active.values())
+
     def wake_at(self, *, is_apart: bool = False) -> float:
         """When `next_call` or `expire` may find more although nothing has changed, on the monotonic clock."""
         with self.lock:
             lanes = list(self._active.values())
-            due = [lane.due for lane in lanes if not lane.is_trying and (lane.cohort is not None) == is_apart]
+            due = [lane.due for lane in lanes if lane.may_try and (lane.cohort is not None) == is_apart]
             expiries = [lane.expires_at + self.grace_s * lane.is_given for lane in lanes]
         return min((*due, *expiries), default=math.inf)
 
@@ -268,7 +290,7 @@ class Appender:
             over = [each for each in self._active.values() if now >= each.expires_at + self.grace_s * each.is_given]
             results, failed = list[Result](), dict[int, BaseException]()
             for lane in over:
-                cohort = next(self._numbers) if lane.is_given else lane.cohort
+                cohort = next(self._numbers) if lane.is_trying else lane.cohort
                 self._fail(lane, self._timed_out(lane, now), results, failed)
                 # A call that has not returned may hold what the next one needs: that one waits apart from others.
                 lane.cohort = cohort
@@ -299,16 +321,29 @@ class Appender:
         with self.lock:
             call.is_slow = True
             told, call.told = call.told, {}
-            left = {number for number, (lane, _) in call.unanswered.items() if lane.is_trying and number not in told}
-            self._outbox.stuck |= left
+            # Before the lock is released: the append may return now, and what it has told would count as not told.
+            is_apart = self._take(call, told)
+            self._outbox.stuck |= {number for number, (lane, _) in call.unanswered.items() if lane.is_trying}
         if told:
-            self._answer(call, told)
+            self._changed(is_apart=is_apart)
 
     # One call.
 
     def perform(self, call: Call) -> None:
         """Try the groups of these lanes. May block, up to the time of the lane that has the least, or longer if the
         log cannot be interrupted."""
+        try:
+            self._perform(call)
+        finally:
+            with self.lock:
+                late = [lane for lane, generation in call.unanswered.values() if lane.generation != generation]
+                call.unanswered.clear()
+                for lane in late:
+                    lane.unreturned -= 1
+            if late:
+                self._changed()
+
+    def _perform(self, call: Call) -> None:
         lanes = [lane for lane, _ in call.unanswered.values()]
         lanes = self._encoded(call, self._looked_up(call, lanes))
         with self.lock:
@@ -493,6 +528,7 @@ class Appender:
             if self._is_current(call, lane):
                 del call.unanswered[lane.partition]
                 lane.parts = [[lane.queue.popleft() for _ in part]]
+                lane.is_trying = False
                 self._fail(lane, error, results, failed)
                 self._settle(results, failed)
         self._changed()
@@ -507,17 +543,26 @@ class Appender:
 
     def _answer(self, call: Call, outcomes: Mapping[int, Sequence[Outcome]]) -> None:
         """Take the outcomes of the groups of these partitions."""
+        with self.lock:
+            is_apart = self._take(call, outcomes)
+        self._changed(is_apart=is_apart)
+
+    def _take(self, call: Call, outcomes: Mapping[int, Sequence[Outcome]]) -> bool:
+        """As `_answer`, under the lock. Returns whether lanes that are tried apart may have become ready."""
         now = time.monotonic()
         results, failed = list[Result](), dict[int, BaseException]()
         is_apart = False
-        with self.lock:
-            for partition, mine in outcomes.items():
-                lane, generation = call.unanswered.pop(partition, (None, -1))
-                if lane is not None and lane.generation == generation:
-                    self._judge(call, lane, mine, now, results, failed)
-                    is_apart |= lane.cohort is not None
-            self._settle(results, failed)
-        self._changed(is_apart=is_apart)
+        for partition, mine in outcomes.items():
+            lane, generation = call.unanswered.pop(partition, (None, -1))
+            if lane is None:
+                continue
+            if lane.generation == generation:
+                self._judge(call, lane, mine, now, results, failed)
+            else:
+                lane.unreturned -= 1
+            is_apart |= lane.cohort is not None
+        self._settle(results, failed)
+        return is_apart
 
     def _judge(
         self,
@@ -613,6 +658,7 @@ class Appender:
         results += [(batch, error) for part in lane.parts for batch in part]
         results += [(batch, behind if lane.parts else error) for batch in lane.queue]
         failed[lane.partition] = behind
+        lane.unreturned += lane.is_trying
         lane.queue.clear()
         lane.end_group()
         lane.generation += 1

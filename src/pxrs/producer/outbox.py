@@ -265,9 +265,11 @@ class Outbox:
 
     def raise_first(self) -> None:
         """Raise the first error since the last call that has raised one. The caller holds the lock."""
-        error, self.error = self.error, None
-        if error is not None:
-            raise copy_of(error)
+        if self.error is not None:
+            error = copy_of(self.error)
+            # No call before it is raised: an interrupt must not come when the error is in neither place.
+            self.error = None
+            raise error
 
     # Called by both sides.
 
@@ -311,8 +313,8 @@ class Outbox:
                     self.is_held = True  # partitions that are stuck must not make the buffer larger than it may be
                 else:
                     self.is_pressed = False
+                    self.seal()  # before the next line, because the time of the messages counts from `lingers_since`
                     self.lingers_since = time.monotonic()
-                    self.seal()
             if not self.ready:
                 return False
             self.in_hand, self.ready = self.ready, []
@@ -410,8 +412,9 @@ class Outbox:
                 self.counted -= batch.size
                 batch.records = None  # a receipt that is kept must not keep the messages
                 self._count_settled(batch.round)
-            if failed and not self.is_drained:
-                self.seal()  # so that everything that was sent before the errors could be seen has a serial
+            if failed:
+                if not self.is_drained:
+                    self.seal()  # so that everything that was sent before the errors could be seen has a serial
                 self.barriers |= {partition: (self.serial, error) for partition, error in failed.items()}
             if self.broken:
                 self.chunk_end = 0  # from now on `send` checks whether its partition takes messages

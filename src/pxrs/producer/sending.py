@@ -14,8 +14,8 @@ partitions that are tried apart from others (`Appender`), or waits to lead.
 | helps                         | helps, busy | partitions are to be tried apart from others                      |
 | helps, busy                   | helps       | the append has returned                                           |
 
-At least one thread is never busy, so that messages are taken and fail at their time whatever appends do. There are two
-threads, and up to THREADS_MAX while appends block.
+At least one thread is never busy, so that messages are taken and fail at their time whatever appends do; two, while
+partitions wait to be tried apart. There are two threads, and up to THREADS_MAX while appends block.
 
 The threads refer to the outbox and never to the producer, so that a producer that nothing else refers to is
 garbage-collected although its threads run. The producer's finalizer then makes them store what waits, and end.
@@ -87,15 +87,18 @@ class SendingThread:
         self._busy = self._apart = 0
         """How many threads make an append; how many of these are of partitions that are tried apart from others."""
         self._is_lonely = False
-        """No second thread can be started, as when the interpreter ends."""
+        """No other thread can be started now, as when the interpreter ends."""
+        self._gives_up = False
+        """What has no result is to fail. Without the lock."""
         self._is_over = False
         """All threads end, each when it is not busy."""
         self._helpers = Condition()
         """The threads that do not lead wait for it."""
         self._nudges = 0
         """Raised when there may be something to do for threads that do not lead. Without the lock."""
-        self._is_dozing = False
-        """A thread that does not lead sleeps until it is nudged: the leader nudges it when it begins an append."""
+        self._dozing = 0
+        """How many threads that do not lead sleep until they are nudged: the leader does so when it begins an append.
+        Read without the lock."""
         self._calls = self._calls_seen = 0
         """How many appends leaders have made; how many there were when a thread that does not lead has last looked."""
         self.thread = self._new_thread()
@@ -135,22 +138,30 @@ class SendingThread:
         else:
             self._abandon()
         atexit.unregister(self._at_exit)
+        late = TimeoutError(
+            f"the producer of {self._log.name} was closed, and not everything was stored within {timeout_s or 0:g} s: "
+            "receipts tell of each message"
+        )
         with outbox.lock:
             if is_late and not is_ended:
                 error, outbox.error = outbox.error, None
-                raise TimeoutError(
-                    f"the producer of {self._log.name} was closed, and not everything was stored within "
-                    f"{timeout_s:g} s: receipts tell of each message"
-                ) from error
+                raise late from error
             outbox.raise_first()
 
     def _abandon(self) -> None:
-        """Fail what has no result yet. Appends that have not returned may still store what they have."""
-        with self._lock:
-            self._is_over = True
+        """Fail what has no result yet. Appends that have not returned may still store what they have.
+
+        The leader does it: an interrupt of this thread in the middle would leave messages without a result, or with a
+        wrong one. At the end of the interpreter the leader may be the only thread, and busy."""
+        self._gives_up = True
+        self._wake()
+        if not self.outbox.done.wait_for(lambda: self.outbox.is_ended, LATE_S / 2):
+            self._give_up()
+
+    def _give_up(self) -> None:
         self._appender.abandon()
         self.outbox.abandon()
-        self._wake()
+        self._end(None)
 
     def close_dropped(self, *kept: object) -> None:
         """For the producer's finalizer: as `close`, without a wait and without a lock (see `pxrs.dropped`). An error is
@@ -181,7 +192,7 @@ class SendingThread:
                 if leads:
                     self._lead(me)
                 elif not self._help(me):
-                    break
+                    return  # it is not counted any more
         except BaseException as raised:  # noqa: BLE001 - raised by `flush`, `close` and the receipts
             self._end(raised)
         with self._lock:
@@ -192,11 +203,15 @@ class SendingThread:
         everything is done."""
         outbox, appender = self.outbox, self._appender
         while self._leader is me and not self._is_over:
+            if self._gives_up:
+                self._give_up()
+                break
             seen = appender.changes
             if self._make_call(me) or (self._is_lonely and self._make_call(None)):
                 continue
+            self._keep_helper()
             appender.expire()
-            if outbox.is_drained and appender.is_idle:
+            if outbox.is_drained and appender.is_settled():
                 self._end(None)
             elif self._wait(seen) and outbox.take():
                 self._store(list(self._cut_in_hand()))
@@ -213,18 +228,21 @@ class SendingThread:
         def is_pressed() -> bool:
             return (outbox.is_pressed and not outbox.is_held) or (outbox.is_closing and not outbox.is_drained)
 
+        def is_called() -> bool:
+            return appender.changes != seen or self._gives_up
+
         if not outbox.has_work():
             # Set before the first check of `wait_for`: a sender that adds a row after that check reads it.
             outbox.chunk.is_watched = True
             left = None if wake_at == math.inf else max(0.0, wake_at - time.monotonic())
-            outbox.work.wait_for(lambda: is_pressed() or outbox.has_work() or appender.changes != seen, left)
+            outbox.work.wait_for(lambda: is_pressed() or outbox.has_work() or is_called(), left)
             if not is_pressed() and not outbox.has_work():
                 return False
             if not was_held:
                 outbox.lingers_since = time.monotonic()
         due = outbox.lingers_since + outbox.limits.linger_s
         left = max(0.0, min(due, wake_at) - time.monotonic())
-        outbox.work.wait_for(lambda: is_pressed() or bool(outbox.ready) or appender.changes != seen, left)
+        outbox.work.wait_for(lambda: is_pressed() or bool(outbox.ready) or is_called(), left)
         return is_pressed() or bool(outbox.ready) or time.monotonic() >= due
 
     def _make_call(self, leader: threading.Thread | None) -> bool:
@@ -242,12 +260,14 @@ class SendingThread:
             call = self._appender.next_call(is_apart=is_apart)
             if call is None:
                 return False
-            self._keep_one_free()
+            self._keep_free(1)
+            if is_apart:
+                self._keep_helper()
             call.is_slow |= self._is_lonely  # nobody would notice
             if leader is not None:
                 self._calls += 1
                 self._leads_call = call
-                if self._is_dozing:
+                if self._dozing:
                     self._nudge()
             self._appender.perform(call)
             return True
@@ -258,17 +278,29 @@ class SendingThread:
                 if leader is not None and self._leader is leader:
                     self._leads_call = None
 
-    def _keep_one_free(self) -> None:
+    def _keep_helper(self) -> None:
+        """The leader makes no appends of partitions that are tried apart: have another thread for them."""
+        is_missing = self._threads - self._busy < 2 and self._apart < APART_MAX and not self._is_lonely
+        if is_missing and self._appender.has_apart():
+            self._keep_free(2)
+
+    def _keep_free(self, count: int) -> None:
+        """Start a thread if fewer than this number are not busy."""
         with self._lock:
-            if self._threads > self._busy or self._is_lonely:
+            if self._threads - self._busy >= count:
+                self._is_lonely = False
+                return
+            if self._threads >= THREADS_MAX:
                 return
             self._threads += 1
         try:
             self._new_thread().start()
+            is_lonely = False
         except RuntimeError:  # the limit of threads is reached, or the interpreter ends
-            with self._lock:
-                self._threads -= 1
-                self._is_lonely = True
+            is_lonely = True
+        with self._lock:
+            self._threads -= is_lonely
+            self._is_lonely = is_lonely
 
     def _help(self, me: threading.Thread) -> bool:
         """Make an append of partitions that are tried apart; take the lead if the leader is blocked; or wait. False if
@@ -285,16 +317,20 @@ class SendingThread:
             self._calls_seen = self._calls
             self._helpers.wait_for(lambda: self._is_over or self._nudges != nudges, min(left, SLOW_S))
             return True
-        # The leader reads `_is_dozing` after it has set `_leads_call`, this thread does it the other way round.
-        self._is_dozing = True
-        is_extra = self._threads > 2
+        # The leader reads `_dozing` after it has set `_leads_call`, this thread does it the other way round.
+        with self._lock:
+            self._dozing += 1
+            is_extra = self._threads > 2
         left = min(left, _IDLE_S if is_extra else left)
         is_nudged = self._leads_call is not None or self._helpers.wait_for(
             lambda: self._is_over or self._nudges != nudges, None if left == math.inf else left
         )
-        self._is_dozing = False
         with self._lock:
-            return is_nudged or not is_extra or self._threads <= 2 or left < _IDLE_S
+            self._dozing -= 1
+            # Two others are left, one of them is not busy, and nobody can have counted on this one since.
+            is_left = not is_nudged and is_extra and left >= _IDLE_S and self._threads - 1 > max(1, self._busy)
+            self._threads -= is_left
+            return not is_left
 
     def _take_over(self, me: threading.Thread) -> bool:
         """Lead, if the leader has been busy with one append for SLOW_S."""

@@ -207,7 +207,7 @@ def test_a_hub_that_is_closed_waits_no_longer_than_the_delivery_timeout_of_its_p
     hub.create_topic("t", 1)
     out = hub.producer("t", linger_s=0, delivery_timeout=0.3)
     out.send(b"first").result(SOON_S)
-    with held_lock(tmp_path / "hub", 0):
+    with held_lock(tmp_path / "hub" / "logs" / out.topic_id, 0):  # the hub has topics of its own, too
         out.send(b"a")
         with pytest.raises(AppendFailed, match="delivery_timeout"):
             hub.close()

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Final, Protocol, TypeVar
 
 from pxrs.errors import (
@@ -63,6 +63,10 @@ class Routes(Protocol):
 
     def owners(self) -> Mapping[int, str]:
         """The address of each partition's owner, as far as it has one."""
+
+
+_Group = tuple[TopicLog, list[int]]
+"""The handle of a server, and the partitions that it is asked for."""
 
 
 class RoutedTopic(TopicLog):
@@ -383,7 +387,7 @@ class RoutedTopic(TopicLog):
 
         limit = limit_until()  # of this thread, and `ask` may be called on another one
 
-        def run(group: tuple[TopicLog, list[int]]) -> Mapping[int, None]:
+        def run(group: _Group) -> Mapping[int, None]:
             log, mine = group
             try:
                 with time_limit_at(limit):
@@ -396,11 +400,32 @@ class RoutedTopic(TopicLog):
 
         groups = self._groups(partitions, errors)
         try:
-            answers = map(run, groups) if len(groups) < 2 else self._crew.map(run, groups)
+            answers = map(run, groups) if len(groups) < 2 else self._run_together(run, groups)
             return {partition for done in answers for partition in done}
         except (CancelledError, RuntimeError):  # raised by the crew if the log is closed meanwhile
             self._routes.check()  # which then raises Closed
             raise
+
+    def _run_together(
+        self, run: Callable[[_Group], Mapping[int, None]], groups: list[_Group]
+    ) -> list[Mapping[int, None]]:
+        """Ask these servers at once; one after the other while the interpreter ends, when a producer that was not
+        closed stores what it has, and the crew takes no more work."""
+        futures: list[Future[Mapping[int, None]]] = []
+        try:
+            for group in groups:
+                try:
+                    futures.append(self._crew.submit(run, group))
+                except RuntimeError as error:
+                    self._routes.check()
+                    if not str(error).startswith("cannot schedule new futures"):
+                        raise  # the work was accepted, and no thread could be started for it
+                    break
+            rest = [run(group) for group in groups[len(futures) :]]
+            return [each.result() for each in futures] + rest
+        finally:
+            for each in futures:
+                each.cancel()
 
     def _groups(self, partitions: list[int], errors: dict[int, LogError]) -> list[tuple[TopicLog, list[int]]]:
         """The handles of these partitions, and which of them each serves."""
