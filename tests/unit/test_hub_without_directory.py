@@ -253,7 +253,7 @@ def test_a_worker_of_a_queue_or_a_registered_source_needs_no_directory(
     started = []
 
     class Supervisor:
-        def __init__(self, settings: Any, processes: int) -> None:
+        def __init__(self, settings: Any, processes: int, start_s: float) -> None:
             started.append(settings)
 
         def run(self) -> int:

@@ -19,11 +19,12 @@ from pxrs.remote.client.routed import RoutedTopic
 from pxrs.remote.client.routes import ANSWER_S, Peers
 from pxrs.remote.client.settings import Settings
 from pxrs.testing.log_contract import records
+from pxrs.testing.waiting import aside
 
 
 class Closing:
     """Two brokers, of which the first closes the log when it is asked. The second is not asked before the first has
-    answered, because there is one thread for both."""
+    answered: the crew is busy with something else."""
 
     def __init__(self, crew: ThreadPoolExecutor) -> None:
         self._crew = crew
@@ -60,9 +61,34 @@ class Other:
 
 
 @pytest.fixture
-def topic() -> Iterator[RoutedTopic]:
+def busy() -> Iterator[ThreadPoolExecutor]:
+    """A crew of one thread, which is busy until the test has ended."""
+    has_ended = threading.Event()
     with ThreadPoolExecutor(1) as crew:
-        yield RoutedTopic(Topic("t", "id", 2), cast(Any, Closing(crew)), crew, 10.0)
+        crew.submit(has_ended.wait)
+        yield crew
+        has_ended.set()
+
+
+@pytest.fixture
+def topic(busy: ThreadPoolExecutor) -> RoutedTopic:
+    return RoutedTopic(Topic("t", "id", 2), cast(Any, Closing(busy)), busy, 10.0)
+
+
+class Answering(Closing):
+    """Two brokers that answer."""
+
+    def handle(self, partition: int) -> TopicLog:
+        return cast(TopicLog, Answering(self._crew))
+
+    def _close(self) -> None:
+        pass
+
+
+def test_calls_that_occupy_the_whole_crew_hold_up_no_other_call(busy: ThreadPoolExecutor) -> None:
+    """Such calls wait for brokers that do not answer, for as long as the patience."""
+    topic = RoutedTopic(Topic("t", "id", 2), cast(Any, Answering(busy)), busy, 10.0)
+    assert aside(lambda: topic.bounds([0, 1])).result() == {0: Bounds(0, 0), 1: Bounds(0, 0)}
 
 
 def test_a_read_that_the_crew_has_not_begun_raises_closed(topic: RoutedTopic) -> None:

@@ -105,6 +105,8 @@ def test_v4_a_worker_that_is_silent_is_not_ready_and_then_not_alive(
     process = cast(Any, object())
     slots = [Slot(1, process, restart_at=None), Slot(2, process, restart_at=None)]
     monitor = Monitor(slots, received)
+    assert monitor.ready().reason == "waiting for the registry"
+    monitor.waiting = None  # the trial process has succeeded
     for slot in slots:
         slot.started_at = time.monotonic()
     assert (monitor.ready().reason, monitor.live().is_ok) == ("worker 1 is starting", True)

@@ -409,22 +409,30 @@ class RoutedTopic(TopicLog):
     def _run_together(
         self, run: Callable[[_Group], Mapping[int, None]], groups: list[_Group]
     ) -> list[Mapping[int, None]]:
-        """Ask these servers at once; one after the other while the interpreter ends, when a producer that was not
-        closed stores what it has, and the crew takes no more work."""
-        futures: list[Future[Mapping[int, None]]] = []
+        """Ask these servers at once: the first one on this thread, the others on threads of the crew. Once this thread
+        is free, it also asks those that no thread of the crew has begun with. Calls that wait for servers which do not
+        answer may occupy the whole crew, and other calls must not wait for them. And while the interpreter ends, when a
+        producer that was not closed stores what it has, the crew takes no more work."""
+        futures: list[tuple[Future[Mapping[int, None]], _Group]] = []
         try:
-            for group in groups:
+            for group in groups[1:]:
                 try:
-                    futures.append(self._crew.submit(run, group))
+                    futures.append((self._crew.submit(run, group), group))
                 except RuntimeError as error:
                     self._routes.check()
                     if not str(error).startswith("cannot schedule new futures"):
                         raise  # the work was accepted, and no thread could be started for it
                     break
-            rest = [run(group) for group in groups[len(futures) :]]
-            return [each.result() for each in futures] + rest
+            answers = [run(group) for group in (groups[0], *groups[1 + len(futures) :])]
+            for each, group in futures:
+                if not each.cancel():
+                    answers.append(each.result())
+                    continue
+                self._routes.check()  # it may be cancelled because the log was closed
+                answers.append(run(group))
+            return answers
         finally:
-            for each in futures:
+            for each, _ in futures:
                 each.cancel()
 
     def _groups(self, partitions: list[int], errors: dict[int, LogError]) -> list[tuple[TopicLog, list[int]]]:
