@@ -43,7 +43,11 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-READ_THE_SOURCE = {"tests/unit/test_code_limits.py", "tests/unit/test_import_graph.py"}
+READ_THE_SOURCE = {
+    "tests/unit/events/test_names.py",
+    "tests/unit/test_code_limits.py",
+    "tests/unit/test_import_graph.py",
+}
 """Files whose tests parse all of `src/pxrs` (`tests/unit/source_code.py`)."""
 USES_SPARK = {
     "tests/acceptance/test_examples.py",

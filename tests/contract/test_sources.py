@@ -19,7 +19,7 @@ from pxrs.sources import SqlTable, sql_table
 from pxrs.testing.log_contract import new_topic, records
 from pxrs.testing.source_contract import Feed, SourceContract, message_offsets
 
-pytestmark = pytest.mark.sampled(2, of="module")
+pytestmark = pytest.mark.sampled(4, of="module")
 PARTITIONS = 3
 
 

@@ -65,6 +65,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
                 yield stack.enter_context(EtcdServer()).url
 
 
+@pytest.mark.sampled(2)
 def test_a_bounded_scan_and_a_commit_do_not_read_the_whole_prefix(address: str) -> None:
     with registry.open(f"{address}?namespace=small") as small, registry.open(f"{address}?namespace=large") as large:
         fill(small, SMALL)

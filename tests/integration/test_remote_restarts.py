@@ -32,6 +32,7 @@ def values(hub: pxrs.Hub, topic: str) -> Counter[bytes | None]:
     return Counter(message.value for number in range(handle.partitions) for message in handle.messages(number))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_killed", [True, False], ids=["kill -9", "SIGTERM"])
 def test_w1_producers_and_consumers_survive_a_restart_of_the_server(server: HubServer, is_killed: bool) -> None:
     sent = [b"%d" % number for number in range(MESSAGES)]

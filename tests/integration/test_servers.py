@@ -137,6 +137,7 @@ def is_gone(process: psutil.Process) -> bool:
     return process_module._has_status(process, psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.sampled(2)
 def test_a_restart_keeps_data_and_address(kind: Kind, server: Server) -> None:
     url, pid = server.url, server.pid
     kind.put(server, b"before the restart")
@@ -145,6 +146,7 @@ def test_a_restart_keeps_data_and_address(kind: Kind, server: Server) -> None:
     assert kind.get(server) == b"before the restart"
 
 
+@pytest.mark.sampled(2)
 def test_a_kill_ends_every_process_and_loses_nothing_acknowledged(kind: Kind, server: Server) -> None:
     kind.put(server, b"before the kill")
     processes = server._processes()
@@ -155,6 +157,7 @@ def test_a_kill_ends_every_process_and_loses_nothing_acknowledged(kind: Kind, se
     assert kind.get(server) == b"before the kill"
 
 
+@pytest.mark.sampled(2)
 def test_a_paused_server_keeps_its_processes_still_until_resumed(kind: Kind, server: Server) -> None:
     kind.put(server, b"before the pause")
     server.pause()
@@ -165,6 +168,7 @@ def test_a_paused_server_keeps_its_processes_still_until_resumed(kind: Kind, ser
     assert kind.get(server) == b"before the pause"
 
 
+@pytest.mark.sampled(2)
 def test_a_paused_server_can_be_stopped_killed_and_started(kind: Kind, server: Server) -> None:
     server.pause()
     server.restart()
@@ -176,6 +180,7 @@ def test_a_paused_server_can_be_stopped_killed_and_started(kind: Kind, server: S
     assert kind.get(server) == b"after all that"
 
 
+@pytest.mark.sampled(2)
 def test_why_a_server_does_not_serve_is_told_and_mended(kind: Kind, server: Server) -> None:
     """As `tests/conftest.py` does it after each test, for servers that tests share."""
     assert server in started_servers()

@@ -18,12 +18,16 @@ def paths() -> tuple[Path, ...]:
 
 @cache
 def trees() -> dict[Path, ast.Module]:
-    """By path. All are parsed at once with the garbage collector off: it would look at hundreds of thousands of nodes
-    again and again, which takes twice as long as parsing, and none of them is garbage."""
+    """By path. All are parsed at once with the garbage collector off: it would look at a million nodes again and again,
+    which takes twice as long as parsing, and none of them is garbage. For the same reason they are frozen: else each
+    `gc.collect` of a later test takes a second."""
+    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return {path: ast.parse(path.read_text()) for path in paths()}
+        found = {path: ast.parse(path.read_text()) for path in paths()}
+        gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
+    return found

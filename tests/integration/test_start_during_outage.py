@@ -20,6 +20,7 @@ from pxrs import registry as registries
 from pxrs.cli import upkeep
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
 from pxrs.cluster import records
+from pxrs.cluster.broker import running
 from pxrs.cluster.broker.running import RunningBroker
 from pxrs.cluster.records import AliveNode, NodeRecord
 from pxrs.errors import AccessDenied, RegistryUnavailable
@@ -125,7 +126,8 @@ def check_nothing() -> None: ...
 def test_r5_a_broker_joins_whatever_request_of_its_start_fails(
     place: Place, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    monkeypatch.setattr(writer, "CLOSE_S", 0.01)  # without storage nodes it cannot store its events
+    for module, name in ((writer, "CLOSE_S"), (running, "FLUSH_S")):
+        monkeypatch.setattr(module, name, 0.01)  # without storage nodes it cannot store its events
 
     def start(at: int | None) -> int:
         """Start a broker and end it; how many requests its start has made."""
