@@ -100,15 +100,15 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep one in N of the cases of a test with the marker `sampled(N)`, chosen by SEED: each of them runs the same
-    code, with other values or on another store. With `of="module"`, one in N of the tests of a module. `make soak` runs
-    all, and so does a run that names single tests."""
+    code, with other values or on another store. With `of="module"`, one in N of the tests of a module; with another
+    name, one in N of all tests that have it. `make soak` runs all, and so does a run that names single tests."""
     if IS_SOAK or config.option.keyword or any("::" in argument for argument in config.args):
         return
     families: dict[tuple[int, str], list[pytest.Item]] = {}
     for item in items:
         if (marker := item.get_closest_marker("sampled")) is not None:
-            is_module = marker.kwargs.get("of") == "module"
-            family = item.nodeid.partition("::" if is_module else "[")[0]
+            of = marker.kwargs.get("of")
+            family = item.nodeid.partition("[" if of is None else "::")[0] if of in (None, "module") else of
             families.setdefault((marker.args[0], family), []).append(item)
     left_out: set[pytest.Item] = set()
     for (one_in, family), cases in families.items():

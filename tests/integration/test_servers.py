@@ -38,6 +38,8 @@ from pxrs.testing.servers import (
 )
 from pxrs.testing.servers import process as process_module
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @contextmanager
 def etcd_client(server: Server, **options: Any) -> Iterator[Any]:
@@ -137,7 +139,6 @@ def is_gone(process: psutil.Process) -> bool:
     return process_module._has_status(process, psutil.STATUS_ZOMBIE)
 
 
-@pytest.mark.sampled(2)
 def test_a_restart_keeps_data_and_address(kind: Kind, server: Server) -> None:
     url, pid = server.url, server.pid
     kind.put(server, b"before the restart")
@@ -146,7 +147,6 @@ def test_a_restart_keeps_data_and_address(kind: Kind, server: Server) -> None:
     assert kind.get(server) == b"before the restart"
 
 
-@pytest.mark.sampled(2)
 def test_a_kill_ends_every_process_and_loses_nothing_acknowledged(kind: Kind, server: Server) -> None:
     kind.put(server, b"before the kill")
     processes = server._processes()
@@ -157,7 +157,6 @@ def test_a_kill_ends_every_process_and_loses_nothing_acknowledged(kind: Kind, se
     assert kind.get(server) == b"before the kill"
 
 
-@pytest.mark.sampled(2)
 def test_a_paused_server_keeps_its_processes_still_until_resumed(kind: Kind, server: Server) -> None:
     kind.put(server, b"before the pause")
     server.pause()
@@ -168,7 +167,6 @@ def test_a_paused_server_keeps_its_processes_still_until_resumed(kind: Kind, ser
     assert kind.get(server) == b"before the pause"
 
 
-@pytest.mark.sampled(2)
 def test_a_paused_server_can_be_stopped_killed_and_started(kind: Kind, server: Server) -> None:
     server.pause()
     server.restart()
@@ -180,7 +178,6 @@ def test_a_paused_server_can_be_stopped_killed_and_started(kind: Kind, server: S
     assert kind.get(server) == b"after all that"
 
 
-@pytest.mark.sampled(2)
 def test_why_a_server_does_not_serve_is_told_and_mended(kind: Kind, server: Server) -> None:
     """As `tests/conftest.py` does it after each test, for servers that tests share."""
     assert server in started_servers()

@@ -134,6 +134,7 @@ def settle(running: Running, descriptors: int) -> None:
         threading.Event().wait(0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("grants", "requests"), [(None, REQUESTS), (["hub=admin"], REQUESTS // 2), (["topic:t=read"], REQUESTS // 2)]
 )
