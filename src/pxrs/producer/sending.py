@@ -317,7 +317,8 @@ class SendingThread:
             self._calls_seen = self._calls
             self._helpers.wait_for(lambda: self._is_over or self._nudges != nudges, min(left, SLOW_S))
             return True
-        # The leader reads `_dozing` after it has set `_leads_call`, this thread does it the other way round.
+        # This thread raises `_dozing`, then reads `_leads_call`. The leader sets `_leads_call`, then reads `_dozing`.
+        # So at least one of the two sees the other's write, and a leader that blocks is noticed.
         with self._lock:
             self._dozing += 1
             is_extra = self._threads > 2
