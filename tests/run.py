@@ -69,7 +69,7 @@ def end_all(grace_s: float) -> list[str]:
     killed: dict[int, str] = {}
     while True:
         _reap()
-        left = [process for process in psutil.Process().children(recursive=True) if _is_alive(process)]
+        left = [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
         if not left or time.monotonic() >= until + KILLED_S:
             return list(killed.values())
         if time.monotonic() >= until:
@@ -80,7 +80,8 @@ def end_all(grace_s: float) -> list[str]:
         time.sleep(0.05)
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether the process has not ended: one that has ended stays in the system's table until it is collected."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
