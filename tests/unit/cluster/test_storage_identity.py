@@ -214,15 +214,15 @@ def test_c5_a_start_that_lands_while_the_next_one_is_made_leaves_the_same_node(
     assert not list(folder.glob("aside-*"))
 
 
+def no_reply() -> None:
+    raise OutcomeUnknown("no reply")
+
+
 def test_c5_a_start_that_lands_after_many_others_have_given_up_leaves_the_same_node(
     folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = first_start(folder, registry)
     held = Held(registry, monkeypatch)
-
-    def no_reply() -> None:
-        raise OutcomeUnknown("no reply")
-
     held.before = no_reply
     for _ in range(TRIES_KEPT + 3):
         give_up(folder, registry)
@@ -237,10 +237,6 @@ def test_c5_a_start_after_many_that_were_not_recorded_makes_sure_that_none_of_th
 ) -> None:
     node = first_start(folder, registry)
     held = Held(registry, monkeypatch)
-
-    def no_reply() -> None:
-        raise OutcomeUnknown("no reply")
-
     held.before = no_reply
     for _ in range(TRIES_KEPT):
         give_up(folder, registry)
