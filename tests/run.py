@@ -69,15 +69,29 @@ def end_all(grace_s: float) -> list[str]:
     killed: dict[int, str] = {}
     while True:
         _reap()
-        left = [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
+        left = _left()
         if not left or time.monotonic() >= until + KILLED_S:
             return list(killed.values())
         if time.monotonic() >= until:
-            for process in left:
+            for process in filter(is_alive, left):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     killed.setdefault(process.pid, f"{process.pid} {' '.join(process.cmdline())[:200]}")
                     process.kill()
         time.sleep(0.05)
+
+
+def _left() -> list[psutil.Process]:
+    """The processes below this one that have not ended, and its own children that cannot be collected yet. Java's first
+    thread ends before its others do: it is shown as ended, and its CPU time is counted only when it is collected."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if is_alive(process) or _parent(process) == os.getpid()]
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return int(process.ppid())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -207,7 +207,7 @@ class Chaos(ExitStack):
         return f"SEED={self.seed}: {what}\n{errors}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_x3_x6_x11_random_kills_stops_joins_and_leaves_leave_an_exact_account(registry: str, tmp_path: Path) -> None:
     """On files, most workers read two topics, and every third one reads one of them."""
     read: list[str | list[str]] = [["t", "u"], ["t", "u"], ["t"]] if registry == "-" else ["t"]
@@ -353,7 +353,7 @@ class Writers:
         self._all.append(writer)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_x21_a_table_with_many_writers_is_read_exactly_from_an_old_checkpoint_on(place: Place, tmp_path: Path) -> None:
     start = OLD_ROWS + 1
     with Chaos(tmp_path, place.registry, place.settings) as chaos:

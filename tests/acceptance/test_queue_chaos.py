@@ -27,7 +27,7 @@ from tests.acceptance.queue_chaos import (
 STORES = ["file", "sqlite", "postgresql", "etcd", "zookeeper"]
 SEED = int(os.environ.get("SEED", random.randrange(1_000_000)))
 CHOSEN = STORES if os.environ.get("PXRS_SOAK") else ["file", STORES[1 + SEED % (len(STORES) - 1)]]
-"""Where random kills are tried; with PXRS_SOAK on every store. Strict queues are tried on every store."""
+"""Where random kills are tried; with PXRS_SOAK on every store."""
 STRICT_COUNT, STRICT_KILLS = (2000, 30) if os.environ.get("PXRS_SOAK") else (120, 3)
 STRICT_TTL_S = 0.5
 """As short as can be: when the one whose turn it is dies, the others wait for so long."""
@@ -97,7 +97,7 @@ def test_q_random_kills_and_stops_leave_each_item_committed_once_or_dead(
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_q_a_strict_queue_is_worked_off_in_order_by_several_workers_that_crash(registry: str, tmp_path: Path) -> None:
     with QueueChaos(tmp_path, registry, ["numbers"], STRICT_TTL_S) as chaos:
         hub = chaos.hub

@@ -36,8 +36,8 @@ from tests.acceptance.noted_producer import Acknowledged, NotedProducer
 from tests.acceptance.queue_chaos import Load, QueueChaos, check_jobs, check_log, create_queues, given_up, values
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
-KILLS = 100 if IS_SOAK else 10
-DRAINS = 30 if IS_SOAK else 4
+KILLS = 100 if IS_SOAK else 5
+DRAINS = 30 if IS_SOAK else 2
 PARTITIONS = 8
 PAUSE_S = 0.05
 """Of a producer between two appends: so that the group keeps up."""

@@ -165,6 +165,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(shop: Shop, number: int) -> None:
     arguments = ("--processes", "3", "--threads", "2", "--commit-interval", "3600")
@@ -194,6 +195,7 @@ def test_a_terminal_interrupts_the_supervisor_and_its_workers_together(shop: Sho
     assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stop", "moments_s"),
     [

@@ -28,7 +28,7 @@ from pxrs.errors import UnknownGroup
 from pxrs.testing.waiting import eventually
 from pxrs.web import views
 from pxrs.web.observer import Observer
-from tests import sessions
+from tests import java_archive, sessions
 
 PATIENCE_S = 240.0
 GROUPS = ("totals", "totals.dead-letters", "archive")
@@ -36,9 +36,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "pipelines.md"
 WALKTHROUGH = DOCUMENT.with_name("walkthrough.md")
 MARK = "-- end of a command --"
 SPARK = (
-    *("--master", "local[2]", "--json", "--conf", "spark.sql.shuffle.partitions=1"),
-    *("--conf", "spark.sql.streaming.noDataMicroBatches.enabled=false"),
-    *("--conf", "spark.sql.codegen.wholeStage=false", "--conf", "spark.sql.codegen.factoryMode=NO_CODEGEN"),
+    *("--master", "local[2]", "--json", "--conf", "spark.sql.streaming.noDataMicroBatches.enabled=false"),
+    *(word for key, value in java_archive.SETTINGS.items() for word in ("--conf", f"{key}={value}")),
 )
 PROBE = Path(__file__).with_name("pipeline_probe.py")
 

@@ -38,7 +38,7 @@ from pxrs.testing.servers import (
 )
 from pxrs.testing.servers import process as process_module
 
-pytestmark = pytest.mark.sampled(2, of="module")
+pytestmark = pytest.mark.sampled(4, of="module")
 
 
 @contextmanager

@@ -214,6 +214,7 @@ def test_s1_several_topics_are_one_table(spark: Any, hub: Hub) -> None:
     assert {(row.topic, bytes(row.value)) for row in frame.collect()} == {("out", b"v")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_pushing", [False, True])
 def test_no_query_on_a_dataframe_reads_by_the_filter_of_another_one(spark: Any, hub: Hub, is_pushing: bool) -> None:
     """Also in a session that passes filters to Python sources: Spark 4.3 gives the partitions that a reader plans for

@@ -34,12 +34,12 @@ KINDS = (  # each is a method of ClusterChaos
     "registry_paused",
 )
 FAULTS = 100
-"""With PXRS_SOAK. `make test` has each kind once."""
+"""With PXRS_SOAK. `make test` has half of the kinds once, chosen by SEED."""
 
 
-def each_once(chance: random.Random, kinds: Sequence[str]) -> list[list[str]]:
-    """Each kind once, in a random order, two at a time where that is possible."""
-    left, chosen = chance.sample(kinds, len(kinds)), list[list[str]]()
+def half_once(chance: random.Random, kinds: Sequence[str]) -> list[list[str]]:
+    """Half of the kinds, each once, in a random order, two at a time where that is possible."""
+    left, chosen = chance.sample(kinds, len(kinds) // 2), list[list[str]]()
     while left:
         first = left.pop(0)
         second = next((kind for kind in left if may_meet(first, kind)), None)
@@ -102,7 +102,7 @@ def test_c1_c4_faults_of_every_process_lose_double_and_reorder_nothing(tmp_path:
         running_cluster(3, LEASE_S) as (etcd, cluster, registry),
         ClusterChaos(tmp_path, cluster, registry, etcd, LEASE_S) as chaos,
     ):
-        schedule = faults(chaos.random, FAULTS - 1, KINDS) if IS_SOAK else each_once(chaos.random, KINDS)
+        schedule = faults(chaos.random, FAULTS - 1, KINDS) if IS_SOAK else half_once(chaos.random, KINDS)
         run(chaos, [*schedule, ["registry_killed"]])
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 
 from pxrs.testing.forked import Forked
@@ -45,6 +46,7 @@ class Process:
         self.process.wait(PATIENCE_S)
 
 
+@pytest.mark.sampled(2)
 def test_x20_balances_are_exact_though_members_are_killed_stopped_and_woken(place: Place) -> None:
     seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
     chance = random.Random(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,8 @@ class ZooKeeperServer(QuorumServer):
     """One ZooKeeper, alone or as the member `number` of `members` (number to peer and election port).
 
     Session time-outs are clamped to 2 and 20 ticks unless given. With `tls` it serves TLS only, and
-    with `client_auth` it also asks clients for a certificate.
+    with `client_auth` it also asks clients for a certificate. More flags for its Java may be given in the environment
+    variable SERVER_JVMFLAGS, as for ZooKeeper's own scripts.
     """
 
     scheme = "zookeeper"
@@ -101,7 +103,8 @@ class ZooKeeperServer(QuorumServer):
         found = [next(jars.glob(f"{name}-[0-9]*.jar"), None) for name in _ZOOKEEPER_JARS]
         class_path = ":".join(str(jar) for jar in found if jar)
         main = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-        return [str(find_java()), *_JVM_FLAGS, "-cp", class_path, main, str(folder / "zoo.cfg")]
+        flags = (*_JVM_FLAGS, *os.environ.get("SERVER_JVMFLAGS", "").split())
+        return [str(find_java()), *flags, "-cp", class_path, main, str(folder / "zoo.cfg")]
 
     def is_ready(self) -> bool:
         """Say whether ZooKeeper serves: its port opens earlier than that."""
