@@ -26,6 +26,8 @@ from pxrs.testing.command import Call, Result, run_here
 from pxrs.testing.servers.certificates import certificates
 from pxrs.testing.waiting import eventually
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 NOBODY = "pxrs://127.0.0.1:1?timeout=0.3"
 
 

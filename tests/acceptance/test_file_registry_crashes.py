@@ -32,6 +32,8 @@ from pxrs.registry.file import journal
 from pxrs.testing import faults
 from pxrs.testing.actor import Actor
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 SEED = int(os.environ.get("SEED", random.randrange(1_000_000)))
 KEYS = ("twin/a", "twin/b", "twin/c")

@@ -35,6 +35,8 @@ from pxrs.testing import faults
 from tests.acceptance import directory_topics
 from tests.acceptance.directory_topics import opened
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 
 new_topic = partial(directory_topics.new_topic, segment_bytes=8192)

@@ -25,6 +25,8 @@ from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.producer.producer import Producer
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 PAGE = 4096
 DONE = "whole"
 Sent = dict[tuple[int, int], bytes]

@@ -20,6 +20,8 @@ from pxrs.metrics.endpoint import Endpoint
 from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 SERIES = re.compile(r"^(\w+)(?:\{(.*)\})? ([-+.\deINFNa]+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 

@@ -24,6 +24,8 @@ from pxrs.log.contract import Append, Tell
 from pxrs.producer.producer import Producer, Receipt
 from pxrs.testing import faults
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 ROUNDS = 3_000 if SOAK else 100
 BOUND_S = 600 if SOAK else 30

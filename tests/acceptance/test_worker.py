@@ -25,6 +25,8 @@ from pxrs.group.admin import GroupHandle
 from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import eventually
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 PARTITIONS = 8
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 PATIENCE_S = 60.0

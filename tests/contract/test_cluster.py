@@ -19,7 +19,7 @@ from pxrs.testing.source_contract import Feed, SourceContract
 
 from .test_remote import FEW_THREADS, RemoteFeed
 
-pytestmark = pytest.mark.sampled(3, of="module")
+pytestmark = pytest.mark.sampled(6, of="module")
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,8 @@ from pxrs.registry.etcd.faults import Proof, fault_of
 from pxrs.testing.registry_contract import Backend, SharedRegistryContract, Store, quieten
 from pxrs.testing.servers import EtcdServer
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[EtcdServer]:

@@ -9,6 +9,8 @@ import pytest
 from pxrs.testing.registry_contract import Backend, SharedRegistryContract
 from pxrs.testing.servers import PostgresServer
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PostgresServer]:

@@ -8,6 +8,8 @@ import pytest
 
 from pxrs.testing.registry_contract import Backend, SharedRegistryContract
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,6 +29,8 @@ from pxrs.testing.registry_contract import Backend, SharedRegistryContract, quie
 from pxrs.testing.registry_contract.snapshots import Snapshots
 from pxrs.testing.servers import ZooKeeperCluster, ZooKeeperServer
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ZooKeeperServer]:

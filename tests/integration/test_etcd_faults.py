@@ -41,6 +41,8 @@ from pxrs.testing.waiting import eventually
 from tests.integration import waits
 from tests.integration.waits import COPY_S, OF_THE_REGISTRY, World, check_calls
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 # For the requests that no registry makes. Not imported here: pxrs must be the first to import gRPC (`pxrs.grpc_fork`).
 grpc, rpc = importlib.import_module("grpc"), importlib.import_module("pyetcd.etcdrpc")
 

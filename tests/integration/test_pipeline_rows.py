@@ -19,6 +19,8 @@ from pxrs.spark import HubAddress, Pipeline, QueryWatch, TopicProgress, parse_js
 from pxrs.spark.run import Run
 from pxrs.testing.waiting import eventually
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 pytest.importorskip("pyspark")
 
 PATIENCE_S = 240.0

@@ -32,6 +32,8 @@ from pxrs.queue.handle import Depth, QueueHandle
 from pxrs.queue.head import Head
 from pxrs.testing.servers import PostgresServer
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 PATIENCE_S = 30.0
 
 

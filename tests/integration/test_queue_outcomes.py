@@ -24,6 +24,8 @@ from pxrs.registry.steps import drive
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 TIMEOUT_S = 2.0
 PATIENCE_S = 30.0
 LEASE_S = 20.0

@@ -21,6 +21,8 @@ from pxrs.queue.transaction import Transaction
 from pxrs.registry import Registry
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 PATIENCE_S = 30.0
 IDLE_S = 0.6
 STORES = ("memory", "file", "sqlite", "postgresql", "etcd", "zookeeper")

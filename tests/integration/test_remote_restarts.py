@@ -16,6 +16,8 @@ from pxrs.errors import InvalidUrl, LogNotWritable, RegistryUnavailable
 from pxrs.testing.servers import HubServer
 from pxrs.testing.waiting import aside, eventually
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 MESSAGES = 3_000
 LEASE_S = 120.0
 """Longer than a restart of the server takes, however busy the machine is."""

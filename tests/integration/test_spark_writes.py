@@ -35,6 +35,8 @@ from pxrs.spark.numbered import NumberedTask
 from pxrs.spark.options import write_options
 from pxrs.spark.sink_columns import check_columns
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:

@@ -32,6 +32,8 @@ from pxrs.testing.command import Result, run_here
 from pxrs.testing.hooked import Fault, FaultyRegistry
 from pxrs.upkeep import janitor
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 REQUESTS_MAX = 60
 """More requests than any start makes."""
 

@@ -38,6 +38,8 @@ from pxrs.testing.waiting import eventually
 from tests.integration import waits
 from tests.integration.waits import COPY_S, OF_THE_REGISTRY, World, check_calls
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 TIMEOUT_S = 1.2
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 # What a bounded call may take beyond its bound on a busy machine.

@@ -367,6 +367,7 @@ def is_sound(seed: int) -> bool:
     return True
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_defect_is_caught_and_the_sound_code_passes_the_same_seeds(mutation: Mutation) -> None:
     caught = seeds_to_catch(mutation)

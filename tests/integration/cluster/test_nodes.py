@@ -27,6 +27,8 @@ from pxrs.testing.forked import run_text
 from pxrs.testing.servers import StorageServer
 from pxrs.testing.waiting import eventually
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 LEASE_S = 2.0
 NODE_TIMEOUT_S = 15.0
 """Longer than what a test does while a node hangs: it is not replaced meanwhile."""

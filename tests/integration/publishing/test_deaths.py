@@ -30,6 +30,8 @@ from tests.integration.publishing.driver import (
     try_schedules,
 )
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 def test_k1_a_driver_may_die_at_every_step(places: Places, is_one_hub: bool) -> None:
     assert try_every_crash(places, None, is_one_hub, steps_max=STEPS_MAX) > 20

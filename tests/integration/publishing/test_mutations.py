@@ -37,6 +37,8 @@ from tests.integration.publishing.driver import (
     try_schedules,
 )
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 class Direct(Publisher):
     """No manifest: the driver's commit appends what its tasks have staged."""

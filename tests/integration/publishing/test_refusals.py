@@ -36,6 +36,8 @@ from tests.integration.publishing.driver import (
     table_of,
 )
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 def test_k2_a_smaller_batch_is_refused(place: Place) -> None:
     driver = Driver(place)

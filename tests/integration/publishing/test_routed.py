@@ -53,6 +53,8 @@ from tests.integration.publishing.driver import (
     try_schedules,
 )
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 NAMES = ("out", "more", "third")
 WRITER = routed_writer(QUERY)
 ALL_TOPICS = 0

@@ -14,7 +14,7 @@ from tests.unit.group_admin.workers import fill
 
 SERVED = ("registry", "log", "group", "worker", "idle")
 
-pytestmark = pytest.mark.sampled(4, of="module")
+pytestmark = pytest.mark.sampled(6, of="module")
 globals().update(suite("tests.unit.group_admin.test_describing", served=SERVED))
 globals().update(suite("tests.unit.group_admin.test_resetting", served=SERVED))
 globals().update(suite("tests.unit.group_admin.test_importing", served=SERVED))

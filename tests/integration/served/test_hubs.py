@@ -10,7 +10,7 @@ import pxrs
 from pxrs.hub import Hub
 from tests.integration.served.suites import suite
 
-pytestmark = pytest.mark.sampled(4, of="module")
+pytestmark = pytest.mark.sampled(6, of="module")
 globals().update(suite("tests.unit.test_hub"))
 globals().update(
     suite(

@@ -8,7 +8,7 @@ from pxrs.hub import Hub
 from tests.integration.served.suites import suite
 from tests.unit.test_consumer_positions import COUNT, PARTITIONS, send
 
-pytestmark = pytest.mark.sampled(4, of="module")
+pytestmark = pytest.mark.sampled(6, of="module")
 globals().update(suite("tests.unit.test_consumer_positions"))
 
 

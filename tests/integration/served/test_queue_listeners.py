@@ -6,6 +6,6 @@ import pytest
 
 from tests.integration.served.suites import suite
 
-pytestmark = pytest.mark.sampled(4, of="module")
+pytestmark = pytest.mark.sampled(6, of="module")
 globals().update(suite("tests.unit.test_queue_listener"))
 globals().update(suite("tests.unit.test_queue_failures"))

@@ -7,7 +7,7 @@ import pytest
 from pxrs.hub import Hub
 from tests.integration.served.suites import suite
 
-pytestmark = pytest.mark.sampled(4, of="module")
+pytestmark = pytest.mark.sampled(6, of="module")
 globals().update(suite("tests.unit.consumer.test_several_topics", without=("TestFairness",)))  # of local logs
 
 

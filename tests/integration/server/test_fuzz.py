@@ -35,7 +35,7 @@ from tests.integration.server.peer import (
     target,
 )
 
-REQUESTS = 10_000 if os.environ.get("PXRS_SOAK") else 1_500
+REQUESTS = 10_000 if os.environ.get("PXRS_SOAK") else 1_000
 """Each run has a seed of its own."""
 SEED = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 32)))
 FIRST_USES = 4

@@ -26,6 +26,8 @@ from pxrs.testing.servers import PostgresServer, certificates, installed_postgre
 from pxrs.testing.waiting import eventually
 from tests.integration.sql_faults.stores import LOCALE, open_sql, url_of, within
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 class TestAccess:
     def test_a_wrong_password_is_denied_and_not_shown(

@@ -24,6 +24,8 @@ from pxrs.testing.servers import PostgresServer
 from pxrs.testing.waiting import eventually
 from tests.integration.sql_faults.stores import open_sql, plan_of, url_of
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "0.1"
 
 

@@ -26,6 +26,8 @@ from pxrs.testing.servers import PostgresServer
 from pxrs.testing.waiting import eventually
 from tests.integration.sql_faults.stores import open_sql, plan_of, url_of, within
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 
 @pytest.fixture
 def proxy(server: PostgresServer) -> Iterator[Proxy]:

@@ -65,7 +65,7 @@ class Consuming:
 
     def __init__(self, address: str, members: int) -> None:
         self.told: list[str] = []
-        self.handled = 0
+        self._done: set[Place] = set()
         self.moments: defaultdict[int, list[float]] = defaultdict(list)
         """When a message was handled, by partition (monotonic)."""
         self.errors: list[str] = []
@@ -75,6 +75,11 @@ class Consuming:
             threading.Thread(target=self._run, args=(f"member {number}",), daemon=True)
             for number in range(1, members + 1)
         ]
+
+    @property
+    def handled(self) -> int:
+        """The number of messages that were handled. One that was handled again by another member counts once."""
+        return len(self._done)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -88,14 +93,17 @@ class Consuming:
             ):
                 while not self._stop.is_set():
                     messages = consumer.poll(100, timeout=POLL_S)
-                    now = time.monotonic()
-                    for message in messages:
-                        self.moments[message.partition].append(now)
-                        self.told.append(f"handled {message.partition} {message.epoch} {message.offset}")
-                        self.handled += 1
+                    self.handle(messages)
                     self._commit(consumer, messages)
         except PxrsError as error:
             self.errors.append(f"{name} ended with an error: {error}")
+
+    def handle(self, messages: list[pxrs.Message]) -> None:
+        now = time.monotonic()
+        for message in messages:
+            self.moments[message.partition].append(now)
+            self.told.append(f"handled {message.partition} {message.epoch} {message.offset}")
+            self._done.add((message.partition, message.offset))
 
     def _commit(self, consumer: pxrs.Consumer, messages: list[pxrs.Message]) -> None:
         try:
