@@ -91,6 +91,7 @@ def running(*arguments: str) -> Iterator[Up]:
         up.process.communicate()
 
 
+@pytest.mark.sampled(2, of="cluster commands")
 def test_a_cluster_on_this_machine_restarts_what_dies_and_goes_on_with_its_data(tmp_path: Path, call: Call) -> None:
     home = ("--dir", str(tmp_path / "cluster"))
     with running(*home, "--brokers", "1", "--storage", "3", "--lease-s", "2") as up:
@@ -181,6 +182,7 @@ def test_the_options_and_defaults_on_the_page_are_those_of_the_broker() -> None:
     assert [(option, float(value)) for option, value in table] == [(option, params[option]) for option, _ in table]
 
 
+@pytest.mark.sampled(2, of="cluster commands")
 def test_the_demo_kills_a_broker_and_a_storage_node_and_loses_nothing(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {AS_A_PROCESS})
 PATIENCE_S = 240.0
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="spark stories")
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_an_example_finds_what_it_says(
     path: Path, spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

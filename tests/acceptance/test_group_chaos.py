@@ -207,7 +207,7 @@ class Chaos(ExitStack):
         return f"SEED={self.seed}: {what}\n{errors}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_x3_x6_x11_random_kills_stops_joins_and_leaves_leave_an_exact_account(registry: str, tmp_path: Path) -> None:
     """On files, most workers read two topics, and every third one reads one of them."""
     read: list[str | list[str]] = [["t", "u"], ["t", "u"], ["t"]] if registry == "-" else ["t"]

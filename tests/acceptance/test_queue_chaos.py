@@ -97,7 +97,7 @@ def test_q_random_kills_and_stops_leave_each_item_committed_once_or_dead(
         )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_q_a_strict_queue_is_worked_off_in_order_by_several_workers_that_crash(registry: str, tmp_path: Path) -> None:
     with QueueChaos(tmp_path, registry, ["numbers"], STRICT_TTL_S) as chaos:
         hub = chaos.hub

@@ -23,7 +23,7 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="long spark stories")
 def test_the_recipes_find_what_they_say(
     spark: Any, spark_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,8 @@ from pxrs.testing.waiting import aside
 from tests.acceptance.noted_producer import Acknowledged, NotedProducer
 from tests.acceptance.queue_chaos import Load, QueueChaos, check_jobs, check_log, create_queues, given_up, values
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
 KILLS = 100 if IS_SOAK else 5
 DRAINS = 30 if IS_SOAK else 2

@@ -349,7 +349,7 @@ def test_s3_twelve_kills_of_the_driver_with_a_standalone_cluster_leave_every_mes
         run(chaos, kills_of(chaos, executors=4, drivers=12))
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="long spark stories")
 def test_s3_s5_k5_executors_that_never_open_the_hubs_directory_are_killed_with_driver_and_server(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

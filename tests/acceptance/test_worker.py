@@ -25,7 +25,7 @@ from pxrs.group.admin import GroupHandle
 from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import eventually
 
-pytestmark = pytest.mark.sampled(2, of="module")
+pytestmark = pytest.mark.sampled(3, of="module")
 
 PARTITIONS = 8
 SOAK = bool(os.environ.get("PXRS_SOAK"))

@@ -24,7 +24,7 @@ from pxrs.testing.log_contract import LogContract, new_topic, records
 from pxrs.testing.registry_contract import Backend, RegistryContract, SharedRegistryContract
 from pxrs.testing.source_contract import Feed, SourceContract
 
-pytestmark = pytest.mark.sampled(4, of="module")
+pytestmark = pytest.mark.sampled(6, of="module")
 PLACES = ("memory", "directory")
 FEW_THREADS = ServerSettings(limits=ServerLimits(threads=2))
 """The contracts count threads, and the server is in the same process."""

@@ -28,7 +28,7 @@ from pxrs.testing.registry_contract.commits import BadInput
 from pxrs.testing.served_hubs import ServedHubs
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
-pytestmark = pytest.mark.sampled(10, of="module")
+pytestmark = pytest.mark.sampled(14, of="module")
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(time.time_ns()))
 SEED = int(os.environ.get("SEED", zlib.crc32(RUN.encode()) % 1_000_000))

@@ -667,7 +667,7 @@ def _make_room(etcd: EtcdServer) -> None:
             maintenance.Alarm(off)
 
 
-@pytest.mark.sampled(6, of="waits")
+@pytest.mark.sampled(8, of="waits")
 def test_every_public_call_that_needs_the_registry_ends_within_its_limit_while_it_does_not_answer(
     proxy: Proxy, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

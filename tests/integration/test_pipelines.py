@@ -228,7 +228,7 @@ def check_page(page: Observer, *, dead: int, members: int) -> dict[str, dict[str
     return by_group
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="long spark stories")
 def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -> None:
     shop.send(order("ann", "10.50", "10:05"), order("bob", "1", "10:15"), order("ann", "2.25", "10:55"))
     shop.send(b"\xff\xfe", order("bob", '"many"', "10:15"), order("eve", "-1", "10:20"), key=b"bad")
@@ -283,7 +283,7 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
     )
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="spark stories")
 def test_the_walkthrough_goes_as_it_is_printed(java: Java, tmp_path: Path) -> None:
     text = WALKTHROUGH.read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

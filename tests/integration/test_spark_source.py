@@ -34,6 +34,8 @@ from pxrs.spark.run import Run
 from pxrs.testing.transfer import Row, transfer
 from pxrs.testing.waiting import eventually
 
+pytestmark = pytest.mark.sampled(2, of="module")
+
 pyspark = pytest.importorskip("pyspark")
 
 N = 2_000
@@ -297,7 +299,7 @@ def test_s2_s3_a_stream_copies_once_and_its_lag_is_seen_outside(spark: Any, hub:
     assert [name for _, _, files in os.walk(tmp_path / "hub" / "staging") for name in files] == []
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="spark stories")
 def test_s2_s3_k5_a_hub_behind_a_server_is_read_and_written_exactly(spark: Any, hub: Hub, tmp_path: Path) -> None:
     """With local tasks, which could open the directory too; `tests/acceptance/test_spark_chaos.py` proves that tasks
     need not."""
@@ -443,7 +445,7 @@ def test_x21_a_registered_table_is_read_as_a_topic_is(spark: Any, empty: Hub, tm
 SECRET = "a-password"
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="spark stories")
 def test_no_password_reaches_a_task_a_plan_or_the_checkpoint_location(spark: Any, tmp_path: Path) -> None:
     """The address of the registry has a namespace in the place of a password: a directory takes none. Its tasks fail if
     they are given it."""
@@ -613,7 +615,7 @@ class Shared(ExitStack):
         return {each.owner for each in self.hub.group("g").describe().partitions}
 
 
-@pytest.mark.sampled(2, of="spark stories")
+@pytest.mark.sampled(3, of="spark stories")
 def test_k3_each_message_is_done_by_one_of_them_and_partitions_move_both_ways(
     spark: Any, empty: Hub, tmp_path: Path
 ) -> None:

@@ -592,7 +592,7 @@ def test_a_bad_address_is_an_error_at_once(url: str, said: str) -> None:
         registries.open(url)
 
 
-@pytest.mark.sampled(6, of="waits")
+@pytest.mark.sampled(8, of="waits")
 def test_every_public_call_that_needs_the_registry_ends_within_its_limit_while_it_does_not_answer(
     proxy: Proxy, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

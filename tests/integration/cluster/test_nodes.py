@@ -27,7 +27,7 @@ from pxrs.testing.forked import run_text
 from pxrs.testing.servers import StorageServer
 from pxrs.testing.waiting import eventually
 
-pytestmark = pytest.mark.sampled(2, of="module")
+pytestmark = pytest.mark.sampled(4, of="times and nodes of clusters")
 
 LEASE_S = 2.0
 NODE_TIMEOUT_S = 15.0

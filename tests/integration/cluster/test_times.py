@@ -27,7 +27,7 @@ from pxrs.testing.waiting import eventually
 from tests.integration.cluster.chaos import IS_SOAK
 from tests.integration.cluster.conftest import LONG_LEASE_S, NODE_TIMEOUT_S
 
-pytestmark = pytest.mark.sampled(2, of="module")
+pytestmark = pytest.mark.sampled(4, of="times and nodes of clusters")
 
 SLACK_S = 1.0 if IS_SOAK else 10.0
 """What may pass beyond what the settings say."""

@@ -17,7 +17,7 @@ OF_MESSAGES = [
 """Calls that brokers pass on to storage nodes, or may. All others end at the brokers and at etcd."""
 
 
-@pytest.mark.sampled(6, of="waits")
+@pytest.mark.sampled(8, of="waits")
 @pytest.mark.parametrize("silent", ["brokers", "nodes"])
 def test_every_public_call_ends_within_its_limit_while_a_part_of_the_cluster_does_not_answer(
     cluster: ClusterProcesses, silent: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from tests.integration.server.conftest import Running
 from tests.integration.waits import COPY_S, PATIENCE_S, TIMEOUT_S, World, check_calls
 
 
-@pytest.mark.sampled(6, of="waits")
+@pytest.mark.sampled(8, of="waits")
 def test_every_public_call_ends_within_its_limit_while_the_server_does_not_answer(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from tests.integration.waits import CONNECT_S, COPY_S, TIMEOUT_S, World, check_c
 READ_S = 3.0
 
 
-@pytest.mark.sampled(6, of="waits")
+@pytest.mark.sampled(8, of="waits")
 def test_every_public_call_ends_within_its_limit_while_the_registry_does_not_answer(
     server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
