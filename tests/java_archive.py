@@ -49,7 +49,7 @@ then Java makes no archive."""
 
 def use(variables: MutableMapping[str, str]) -> None:
     """Have Spark and ZooKeeper use the archives that there are, in processes with these environment variables. In `make
-    soak` they start, and are configured, as for users."""
+    soak` they start as for users."""
     if "PXRS_SOAK" in variables:
         return
     options = f"{QUICK} {SPAWN}"
