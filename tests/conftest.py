@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     code, with other values or on another store. With `of="module"`, one in N of the tests of a module; with another
     name, one in N of all tests that have it. `make soak` runs all, and so does a run that names files or single tests.
     """
-    if IS_SOAK or config.option.keyword or any(".py" in argument for argument in config.args):
+    if IS_SOAK or config.option.keyword or any(argument.partition("::")[0].endswith(".py") for argument in config.args):
         return
     families: dict[tuple[int, str], list[pytest.Item]] = {}
     for item in items:

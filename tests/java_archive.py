@@ -83,13 +83,13 @@ def make() -> None:
             subprocess.run(run, stdout=subprocess.DEVNULL, check=True, timeout=TRAINING_S_MAX)
         for archive, write in ((SPARK, _archive_spark), (ZOOKEEPER, _archive_zookeeper)):
             unfinished = archive.with_suffix(".new")
-            write(java, unfinished)
+            write(unfinished)
             unfinished.replace(archive)
     except (OSError, subprocess.SubprocessError, ServerFailed) as error:
         sys.stderr.write(f"an archive of Java classes is missing, so tests with Java take twice as long: {error}\n")
 
 
-def _archive_zookeeper(java: Path, place: Path) -> None:
+def _archive_zookeeper(place: Path) -> None:
     """Write the archive of a server that a client has used. Raises OSError, ServerFailed."""
     from pxrs import registry as registries
     from pxrs.testing.servers import ZooKeeperServer
@@ -105,21 +105,22 @@ def _archive_zookeeper(java: Path, place: Path) -> None:
 
 
 def _base() -> str:
+    """The flag with which Java uses the archive of its own classes; empty if it has one where it looks by itself."""
     return f"-XX:SharedArchiveFile={BASE}" if BASE.exists() else ""
 
 
-def _archive_spark(java: Path, place: Path) -> None:
+def _archive_spark(place: Path) -> None:
     """Write the archive of a session that has run a few queries. Raises OSError, subprocess.SubprocessError."""
-    options = f"{QUICK} {_base()}"
-    variables = {
-        **os.environ,
-        "JAVA_HOME": str(java),
-        "SPARK_HOME": str(HOME),
-        "JAVA_TOOL_OPTIONS": f"{options} {QUIET}",
-        "SPARK_SUBMIT_OPTS": f"-XX:ArchiveClassesAtExit={place}",  # read by the process with the session alone
-    }
+    from pxrs.spark.java import java_home
     from tests import sessions
 
+    variables = {
+        **os.environ,
+        "JAVA_HOME": str(java_home()),
+        "SPARK_HOME": str(HOME),
+        "JAVA_TOOL_OPTIONS": f"{QUICK} {_base()} {QUIET}",
+        "SPARK_SUBMIT_OPTS": f"-XX:ArchiveClassesAtExit={place}",  # read by the process with the session alone
+    }
     run = [sys.executable, "-m", "tests.java_archive", "train"]
     training = subprocess.Popen(
         run, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
