@@ -68,8 +68,12 @@ unit: $(READY) ## The tests that need no server
 sim: $(READY) ## Groups and clusters by seed: SEEDS=1000 of each, or SEED=n with its schedule; OF=clusters for one kind
 	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED)) $(if $(OF),--of $(OF))
 
-soak: $(READY) ## The fault tests with larger numbers
-	PXRS_SOAK=1 $(PYTEST) tests
+# Two at a time on two cores: the fault tests have limits for what must go on between two faults. The last file measures
+# times, and is run alone.
+TIMES := tests/integration/cluster/test_times.py
+soak: $(READY) ## All cases of sampled tests, and the fault tests with larger numbers: hours
+	PXRS_SOAK=1 $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 50 --ignore $(TIMES) $(SUITES)
+	PXRS_SOAK=1 $(PYTEST) $(TIMES)
 
 runs: $(READY) ## Ten whole runs of `make test`, seven idle and three on a busy machine, and a table of them
 	$(BIN)/python -m tests.repeat --idle 7 --busy 3

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ pytest.register_assert_rewrite("tests.acceptance", "tests.integration", "tests.u
 os.environ.setdefault("SEED", str(random.SystemRandom().randrange(1_000_000)))
 SEED = os.environ["SEED"]
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
+SLOW_S = 30.0
 java_archive.use(os.environ)
 temporary_files.use_memory()
 # pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
@@ -84,6 +86,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(limits.Limits(limits.SOAK_FACTOR if IS_SOAK else 1.0), "limits")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """`make soak` takes hours: why a test has failed, and how long each slow one took, is printed at once, and not only
+    at the end, which an interrupted run may not reach."""
+    if not IS_SOAK or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if report.failed:
+        sys.stderr.write(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}\n")
+    elif report.duration > SLOW_S:
+        sys.stderr.write(f"\n{time.strftime('%H:%M:%S')} {report.nodeid} {report.when}: {report.duration:.0f} s\n")
 
 
 def pytest_report_header() -> str:
