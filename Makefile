@@ -68,12 +68,8 @@ unit: $(READY) ## The tests that need no server
 sim: $(READY) ## Groups and clusters by seed: SEEDS=1000 of each, or SEED=n with its schedule; OF=clusters for one kind
 	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED)) $(if $(OF),--of $(OF))
 
-# Two at a time on two cores: the fault tests have limits for what must go on between two faults. The last file measures
-# times, and is run alone.
-TIMES := tests/integration/cluster/test_times.py
-soak: $(READY) ## All cases of sampled tests, and the fault tests with larger numbers: hours
-	PXRS_SOAK=1 $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 50 --ignore $(TIMES) $(SUITES)
-	PXRS_SOAK=1 $(PYTEST) $(TIMES)
+soak: $(READY) ## All cases of sampled tests, and the fault tests with larger numbers: hours; an interrupted one goes on
+	$(BIN)/python -m tests.soak
 
 runs: $(READY) ## Ten whole runs of `make test`, seven idle and three on a busy machine, and a table of them
 	$(BIN)/python -m tests.repeat --idle 7 --busy 3

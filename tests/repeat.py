@@ -90,14 +90,20 @@ def run(kind: str, log: Path) -> Run:
     results = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|failed|error).* in [\d.]+s", line)]
     failed = tuple(line[:200] for line in lines if line.startswith(("FAILED ", "ERROR ", "a process was left")))
     summary = results[-1] if results else (lines[-1] if lines else "no output")
-    return Run(_source(), began, kind, load_before, wall_s, usage.ru_utime + usage.ru_stime, code, summary, failed)
+    return Run(source(), began, kind, load_before, wall_s, usage.ru_utime + usage.ru_stime, code, summary, failed)
 
 
-def _source() -> str:
+def source() -> str:
+    """The id that git has for `src`, with `+` if `src` was changed since."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     return git("rev-parse", "--short=10", "HEAD:src") + ("+" if git("status", "--porcelain", "src") else "")
+
+
+def as_minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def table(runs: list[Run]) -> str:
@@ -106,7 +112,7 @@ def table(runs: list[Run]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for number, each in enumerate(runs, 1):
-        times = [f"{int(seconds) // 60}:{int(seconds) % 60:02}" for seconds in (each.wall_s, each.cpu_s)]
+        times = [as_minutes(seconds) for seconds in (each.wall_s, each.cpu_s)]
         result = f"exit {each.code}: {each.summary}" + "".join(f"; {name}" for name in each.failed)
         lines.append(f"| {number} | {each.began} | {each.kind} | {each.load:.1f} | {' | '.join(times)} | {result} |")
     return "\n".join(lines)
@@ -129,8 +135,8 @@ def main() -> int:
         sys.stdout.write(table([found]) + "\n")
         sys.stdout.flush()
     runs = [Run(**json.loads(line)) for line in records.read_text().splitlines()] if records.exists() else []
-    shown = [each for each in runs if each.source == _source()]
-    sys.stdout.write(f"\nRuns of src {_source()}:\n\n{table(shown)}\n")
+    shown = [each for each in runs if each.source == source()]
+    sys.stdout.write(f"\nRuns of src {source()}:\n\n{table(shown)}\n")
     return 0 if all(each.code == 0 for each in shown) else 1
 
 

@@ -20,7 +20,7 @@ from pxrs.queue.items import Item
 from pxrs.queue.records import OUTCOMES, TAKERS, Record, Turn
 from pxrs.testing.queue_worker import COINS, DONE, JOBS, LOG, NUMBERS, POISON, Attempt, Delivery, QueueWorker
 
-EVENTS = 200 if os.environ.get("PXRS_SOAK") else 12
+EVENTS = 60 if os.environ.get("PXRS_SOAK") else 12
 """How many kills and stops."""
 WORKERS = 3
 TTL_S = 1.5

@@ -20,7 +20,7 @@ from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 from tests.acceptance.backup_load import Load, Restored
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
-ROUNDS = 10 if SOAK else 2
+ROUNDS = 5 if SOAK else 2
 KINDS = ("files", "sqlite", "postgresql", "etcd", "zookeeper") if SOAK else ("files",)
 
 

@@ -33,7 +33,7 @@ from pxrs.testing.accounting import (
 )
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
-EVENTS = 200 if os.environ.get("PXRS_SOAK") else 10
+EVENTS = 60 if os.environ.get("PXRS_SOAK") else 10
 DIES = 0.03 if os.environ.get("PXRS_SOAK") else 0.06
 """How probably a worker kills itself after each change of an owner, before it records the event."""
 PARTITIONS = 8

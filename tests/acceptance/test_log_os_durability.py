@@ -27,7 +27,7 @@ from pxrs.model import Topic
 from pxrs.testing import power
 from pxrs.testing.log_contract import records
 
-LOSSES = 20_000 if os.environ.get("PXRS_SOAK") else 400
+LOSSES = 4_000 if os.environ.get("PXRS_SOAK") else 400
 SEGMENT_BYTES = 8192
 
 

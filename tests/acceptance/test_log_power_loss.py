@@ -23,7 +23,7 @@ from pxrs.model import Topic
 from pxrs.testing import power
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
-LOSSES = 100_000 if SOAK else 800
+LOSSES = 8_000 if SOAK else 800
 
 
 def records(*values: bytes) -> pa.RecordBatch:

@@ -27,8 +27,8 @@ from pxrs.testing import faults
 pytestmark = pytest.mark.sampled(2, of="module")
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
-ROUNDS = 3_000 if SOAK else 100
-BOUND_S = 600 if SOAK else 30
+ROUNDS = 800 if SOAK else 100
+BOUND_S = 240 if SOAK else 30
 INSIDE = "/pxrs/producer/"
 """The package whose code is interrupted."""
 

@@ -28,7 +28,7 @@ STORES = ["file", "sqlite", "postgresql", "etcd", "zookeeper"]
 SEED = int(os.environ.get("SEED", random.randrange(1_000_000)))
 CHOSEN = STORES if os.environ.get("PXRS_SOAK") else ["file", STORES[1 + SEED % (len(STORES) - 1)]]
 """Where random kills are tried; with PXRS_SOAK on every store."""
-STRICT_COUNT, STRICT_KILLS = (2000, 30) if os.environ.get("PXRS_SOAK") else (120, 3)
+STRICT_COUNT, STRICT_KILLS = (600, 10) if os.environ.get("PXRS_SOAK") else (120, 3)
 STRICT_TTL_S = 0.5
 """As short as can be: when the one whose turn it is dies, the others wait for so long."""
 

@@ -38,8 +38,8 @@ from tests.acceptance.queue_chaos import Load, QueueChaos, check_jobs, check_log
 pytestmark = pytest.mark.sampled(2, of="module")
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
-KILLS = 100 if IS_SOAK else 5
-DRAINS = 30 if IS_SOAK else 2
+KILLS = 20 if IS_SOAK else 5
+DRAINS = 6 if IS_SOAK else 2
 PARTITIONS = 8
 PAUSE_S = 0.05
 """Of a producer between two appends: so that the group keeps up."""

@@ -62,7 +62,7 @@ def test_c2_what_was_acknowledged_and_a_fence_are_there_after_kill_9(tmp_path: P
     """Killed in the middle of writes; then right after a fence was answered."""
     with StorageServer(f"file:{tmp_path}/registry", forked=True) as server:
         node, known, first = server.node, set[int](), 0
-        for _ in range(20 if SOAK else 1):
+        for _ in range(8 if SOAK else 1):
             with linked(server) as link, ThreadPoolExecutor(1) as pool:
                 known |= {*acknowledged(link, range(first, first + 20))}
                 loading = pool.submit(acknowledged, link, range(first + 20, first + 1_000), 2_000)

@@ -27,7 +27,7 @@ from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 from tests.acceptance.test_group_chaos import Chaos
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
-EVENTS = 150 if IS_SOAK else 4
+EVENTS = 40 if IS_SOAK else 4
 STORES = ("file", "sqlite", "postgresql", "etcd", "zookeeper") if IS_SOAK else ("file",)
 PARTITIONS = 4
 

@@ -27,7 +27,7 @@ from pxrs.server.serving import serving
 from pxrs.testing import forked, power
 from pxrs.testing.log_fixtures import new_topic, records, values_from
 
-LOSSES = 20_000 if os.environ.get("PXRS_SOAK") else 250
+LOSSES = 2_500 if os.environ.get("PXRS_SOAK") else 250
 DAY_US = 86_400 * 1_000_000
 
 

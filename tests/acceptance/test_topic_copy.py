@@ -33,7 +33,7 @@ from pxrs.testing.log_fixtures import records
 from tests.acceptance.copying_process import LINE_BYTES
 
 MESSAGES = 300
-KILLS = 40 if os.environ.get("PXRS_SOAK") else 3
+KILLS = 12 if os.environ.get("PXRS_SOAK") else 3
 OTHERS = 2_100
 PROCESS = "tests/acceptance/copying_process.py"
 PIECE_ROWS, LINES_MAX = 9, 9

@@ -40,7 +40,7 @@ pyspark = pytest.importorskip("pyspark")
 
 N = 2_000
 PARTITIONS = 4
-ROUNDS = 20 if os.environ.get("PXRS_SOAK") else 2
+ROUNDS = 6 if os.environ.get("PXRS_SOAK") else 2
 """How often a consumer comes and goes."""
 KEYS = 50
 WAITING_MAX = 2_000

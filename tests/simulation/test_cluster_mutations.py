@@ -54,7 +54,7 @@ from pxrs.testing.simulator.cluster_themes import QUORUMS, THEMES
 from pxrs.testing.simulator.ghost import Violation
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
-SEEDS = 50_000 if IS_SOAK else 1_000
+SEEDS = 5_000 if IS_SOAK else 1_000
 FAULTS = (
     *("lost", "doubled", "failed early", "stall", "stalled", "unanswered commit applied", "unanswered commit refused"),
     *("crash", "crash, not all synced", "disk, empty", "disk, older", "lease", "broker", "late machine", "retire"),
@@ -376,14 +376,14 @@ def test_rules_hold_after_every_step_and_every_ledger_has_all_its_copies_in_the_
 def test_defect_is_caught_by_more_than_one_schedule_in_five_hundred(mutation: Mutation) -> None:
     """The table of this module's page has more. The least frequent one has room for chance."""
     caught = 0
-    for seed in range(4_000):
+    for seed in range(2_500):
         try:
             simulate_cluster(seed, mutation.defects)
         except Violation:
             caught += 1
         except KeyError:
             pass  # the defect stops its own process
-    assert caught > 8
+    assert caught > 5
 
 
 def test_a_seed_replays_exactly() -> None:

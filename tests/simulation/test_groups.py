@@ -12,7 +12,7 @@ import pytest
 
 from pxrs.testing.simulator import Simulation, simulate
 
-SEEDS = 20_000 if os.environ.get("PXRS_SOAK") else 64
+SEEDS = 1_000 if os.environ.get("PXRS_SOAK") else 64
 PARTS = 8
 
 

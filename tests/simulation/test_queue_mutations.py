@@ -33,7 +33,7 @@ from pxrs.testing.simulator import Violation
 from pxrs.testing.simulator.queue_schedule import SOUND_QUEUES, QueueDefects
 from pxrs.testing.simulator.queue_simulation import QueueSimulation, simulate_queues
 
-SEEDS = 20_000 if os.environ.get("PXRS_SOAK") else 60
+SEEDS = 1_000 if os.environ.get("PXRS_SOAK") else 60
 
 
 def without(mapping: Mapping[str, Any], part: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from pxrs.testing.waiting import eventually
+from tests import soak
 from tests.run import is_alive
 
 ROOT = Path(__file__).parents[2]
@@ -140,3 +141,35 @@ def test_leaves():
     assert "1 passed" in out
     assert "a process was left, and killed" in out
     assert process.returncode == 1
+
+
+def test_every_test_is_in_one_part_of_a_soak_run_and_the_one_that_measures_times_is_the_last() -> None:
+    parts = soak.parts()
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+    assert sorted(name for names in parts.values() for name in names) == files
+    assert list(parts)[-1] == soak.ALONE
+
+
+def test_a_soak_run_goes_on_with_the_parts_that_have_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = {"sound": 0, "broken": 1}
+    begun: list[str] = []
+
+    def begin(part: str, files: list[str], into: Path) -> soak.Running:
+        begun.append(part)
+        log = into / part
+        log.write_text("=== 1 passed in 1 s ===\n")
+        process = subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({codes[part]})"])
+        return soak.Running(part, process, log, "", 0.0)
+
+    monkeypatch.setattr(soak, "begin", begin)
+    monkeypatch.setattr(soak, "parts", lambda: {part: [part] for part in codes})
+    monkeypatch.setattr(soak, "POLL_S", 0.01)
+    monkeypatch.setattr(sys, "argv", ["soak", "--into", str(tmp_path)])
+    assert soak.main() == 1
+    assert "failed: broken" in capsys.readouterr().out
+    codes["broken"] = 0
+    assert soak.main() == 0
+    assert begun == ["sound", "broken", "broken"]
+    assert "2 of 2 parts have passed" in capsys.readouterr().out

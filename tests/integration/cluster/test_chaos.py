@@ -33,7 +33,7 @@ KINDS = (  # each is a method of ClusterChaos
     "quorum_lost",
     "registry_paused",
 )
-FAULTS = 100
+FAULTS = 40
 """With PXRS_SOAK. `make test` has half of the kinds once, chosen by SEED."""
 
 

@@ -51,7 +51,7 @@ def test_k3_another_member_goes_on_exactly_where_a_dead_driver_was(places: Place
 def test_k1_drivers_may_die_one_after_the_other(places: Places) -> None:
     count = step_count(places())
     chance = random.Random(SEED)
-    for number in range(200 if SOAK else 8):
+    for number in range(60 if SOAK else 8):
         place = places()
         for _ in range(4):
             try:

@@ -17,7 +17,7 @@ from pxrs.testing.waiting import eventually
 from tests.integration.transactions.bookings import PARTITIONS, PATIENCE_S, Place
 
 PROGRAM = Path(__file__).with_name("bookings.py")
-EVENTS = 150 if os.environ.get("PXRS_SOAK") else 8
+EVENTS = 50 if os.environ.get("PXRS_SOAK") else 8
 
 
 class Process:

@@ -248,7 +248,7 @@ def test_c2_after_a_power_loss_at_any_moment_everything_that_was_answered_is_the
             tape.mark((ledger, [each.entry for each in some]))
         assert node.fence(OTHER, 2)
         tape.mark("fenced")
-    moments = [dice.randrange(len(tape.events) + 1) for _ in range(3_000 if SOAK else 120)]
+    moments = [dice.randrange(len(tape.events) + 1) for _ in range(1_500 if SOAK else 120)]
     for number, at in enumerate([len(tape.events), *moments]):
         after = folder / f"after-{number}"
         tape.restore(at, lambda count: dice.choice((0, count - 1, dice.randrange(count))), after)

@@ -23,7 +23,7 @@ from pxrs.errors import LedgerFenced, NodeFull
 from pxrs.testing import power
 from tests.unit.cluster.stored import NODE, TOPIC, add, entry, fast_folder, opened, stored
 
-SEEDS = 2_000 if os.environ.get("PXRS_SOAK") else 12
+SEEDS = 200 if os.environ.get("PXRS_SOAK") else 12
 LEDGERS = [f"{TOPIC}/{partition}/{number}" for partition in range(2) for number in range(2)]
 ENTRIES = 60
 SIZES = (5, 700, 3_000)
