@@ -205,8 +205,10 @@ class Recoverer:
             for each in found:
                 if each.entry not in wanted:
                     continue
-                if each.error is not None:  # the node has the entry but cannot read it: counts neither for nor against
-                    self._tell(self._core.failed, node)
+                if each.error is not None:
+                    self._tell(self._core.unreadable, node, each.entry)
+                elif each.is_unknown:
+                    self._tell(self._core.doubtful, node, each.entry)
                 elif each.head is None:
                     self._tell(self._core.missing, node, each.entry)
                 else:
@@ -238,11 +240,11 @@ class Recoverer:
         except PxrsError as error:
             _logger.info("recovery of ledger %s: %s", self._ledger, error)
             if self._core.record.abandoned:  # some entries are lost, and their length is unknown
-                self._tell(self._core.measured, 0)
+                self._tell(self._core.measured, last, 0)
             return  # `retry` asks again
         finally:
             self._asked.discard(_MEASURE)
-        self._tell(self._core.measured, index.bytes)
+        self._tell(self._core.measured, last, index.bytes)
 
     def _commit(self, change: Change) -> None:
         key = change.record.key

@@ -182,8 +182,8 @@ class OwnedPartition:
                     self.ask(node, partial(_add, ledger, entry, head, lac, number), "add", entry)
                 case NeedSpares():
                     pass  # a tick offers them
-                case Measure():
-                    self.world.post(self.guard(lambda: self.perform_recovery(recovery.measured(0))))
+                case Measure(last):
+                    self.world.post(self.guard(lambda last=last: self.perform_recovery(recovery.measured(last, 0))))
                 case Closed():
                     self.enter("replaying")
                     self.replay()
