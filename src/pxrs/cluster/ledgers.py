@@ -193,8 +193,8 @@ class LedgerRecord:
     """The nodes without which an operator decided to continue (C6). If there are any, acknowledged entries may be
     lost."""
     doubted: tuple[str, ...] = ()
-    """The nodes that were in doubt (C7) when a recovery ended the ledger, if it ended by their answers (C8). Acknowledged
-    entries are lost if more than Qa - 1 copies of them were damaged."""
+    """The nodes that were in doubt (C7) when a recovery ended the ledger, if it ended by their answers (C8).
+    Acknowledged entries are lost if more than Qa - 1 copies of them were damaged."""
 
     def __post_init__(self) -> None:
         firsts = [fragment.first for fragment in self.fragments]

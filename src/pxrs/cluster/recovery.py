@@ -37,8 +37,8 @@ lost.) For the same reason the recovery sends recovered entries with the `lac` w
 spare must not look confirmed to another recovery.
 
 An empty position counts as fenced, and as the answer "missing": see `ledgers`. So does a node that an operator has
-abandoned (C6), but only after every other node of the write set has answered "missing" or "unknown". This may lose entries; the record
-lists the abandoned nodes permanently.
+abandoned (C6), but only after every other node of the write set has answered "missing" or "unknown". This may lose
+entries; the record lists the abandoned nodes permanently.
 """
 
 from __future__ import annotations

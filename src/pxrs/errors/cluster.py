@@ -42,14 +42,15 @@ class NodeFull(NodeUnreachable):
 
 
 class LedgerRemoved(NodeUnreachable):
-    """The storage node has removed this ledger as garbage, and takes no more entries from the ledger's writer. The
-    writer replaces the node in this ledger, as after any failure of the node."""
+    """The storage node has removed this ledger as garbage, or may have lost a part of it with its disk, and takes no
+    more entries from the ledger's writer. The writer replaces the node in this ledger, as after any failure of the
+    node, and does not count on what the node has acknowledged."""
 
     code = "cluster.ledger-removed"
 
     def __init__(self, node: str, ledger: str) -> None:
         self.ledger = ledger
-        super().__init__(node, f"it has removed ledger {ledger}")
+        super().__init__(node, f"it has removed ledger {ledger}, or may have lost a part of it")
 
 
 class LedgerFenced(ClusterError):

@@ -39,6 +39,7 @@ from pxrs.cluster.broker.staged_copies import StagedLedgers
 from pxrs.cluster.broker.view import Place
 from pxrs.cluster.copies import Ended, Repaired, is_repairable, needs_repair, urgency
 from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.records import ledgers_prefix
 from pxrs.errors import Closed, PxrsError
 from pxrs.events.recording import Recorder
 from pxrs.metrics.instruments import BROKER_LACKING, BROKER_REPAIR_FAILED, BROKER_REPAIRING, BROKER_REPAIRS
@@ -96,6 +97,8 @@ class Repairs:
         self._short_staged = 0
         """How many ledgers of staged rows lacked copies at the last check."""
         self.counts = Counts()
+        self._cleared: dict[str, tuple[int, int]] = {}
+        """By node: its number of starts and `AliveNode.cleared`, as of the last look."""
         self._wake = threading.Event()
         self._is_closed = False
         self._pool = ToldPool(broker.settings.repairs_max, "pxrs-repair")
@@ -150,6 +153,7 @@ class Repairs:
         live = self._live()
         for partition in partitions.values():
             partition.tend(live)
+        self._read_cleared(partitions)
         lacking = [*self._lacking(partitions, live), *self._lacking_staged(live)]
         self._forget_tries({record.id for _, record in lacking})
         lacking.sort(key=lambda each: urgency(each[1], live))
@@ -167,6 +171,23 @@ class Repairs:
                 with self._lock:
                     self._jobs[record.id] = None
                 self._pool.submit(self._repair, owner, record, live, spares)
+
+    def _read_cleared(self, partitions: dict[Place, OwnedPartition]) -> None:
+        """Storage nodes clear `is_complete` of closed ledgers of which they lack entries (C7). Read the records of a
+        node's ledgers again after it has done so."""
+        alive = self._broker.view.seen.alive
+        now = {node: (found.starts, found.cleared) for node, found in alive.items()}
+        changed = {node for node, count in now.items() if count[1] and self._cleared.get(node) != count}
+        if changed:
+            for place, partition in partitions.items():
+                known = {
+                    record.id: record for record in partition.chain if record.is_complete and record.named & changed
+                }
+                for entry in self._broker.registry.scan(ledgers_prefix(*place)) if known else ():
+                    record = LedgerRecord.parse(entry.key, entry.value)
+                    if record.id in known and record.is_closed and record != known[record.id]:
+                        partition.repaired(record)
+        self._cleared = now
 
     def _live(self) -> frozenset[str]:
         seen = self._broker.view.seen

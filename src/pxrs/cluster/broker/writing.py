@@ -74,6 +74,8 @@ class LedgerShell:
         self._failed: set[int] = set()
         """The tenures (`Send.tenure`) whose node has failed, so that each failure is reported once."""
         BROKER_DEGRADED.watch(self, lambda shell: [((), shell.is_degraded and not shell.is_stopped)])
+        self._starts: dict[str, int] = {}
+        """By node: its number of starts when this ledger was first tended with it."""
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
         self._tell_empty()
@@ -127,6 +129,21 @@ class LedgerShell:
         BROKER_ENTRIES.of().add()
         self.size += entry.size
         self._do(self._core.append(head))
+
+    def look_at_starts(self) -> None:
+        """Replace the nodes that have restarted in doubt since the ledger was begun (C7). They may have lost entries,
+        so the ledger is to be closed and repaired, whether or not anything more is appended."""
+        alive = self._broker.view.seen.alive
+        for node in sorted(self.record.named & alive.keys()):
+            found = alive[node]
+            if found.starts != self._starts.setdefault(node, found.starts) and found.doubts and not self.is_stopped:
+                self._starts[node] = found.starts
+                _logger.warning(
+                    "node %s has restarted and may have lost entries of ledger %s, which is closed",
+                    node,
+                    self.record.id,
+                )
+                self._do(self._core.doubted(node))
 
     def offer_spares(self) -> None:
         """If a position is empty, offer the available nodes to the writer."""

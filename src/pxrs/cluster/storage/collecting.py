@@ -7,6 +7,16 @@ was created after the records were read. Nothing is removed if the registry belo
 cluster id, for example because it was emptied. Nor is anything removed if the registry has gone back behind what this
 process has recorded in it, for example because it was restored from a backup.
 
+The same thread ends doubts (C7). While the node is in doubt, or a part of its journal is damaged, it looks more often
+(`_look_s`), at the records of these ledgers alone:
+
+- The doubt about a ledger ends when its record is closed or removed.
+- Closed ledgers that name the node are compared with the index, all of them once after a start in doubt, and each one
+  when the doubt about it ends. If the node lacks an entry, or knows that it is damaged, `is_complete` of the record is
+  cleared by compare-and-set; then the owner of the partition has the copies made again (`copies`).
+- When the node is not in doubt and lacks nothing, segments with damaged ranges are compacted and unlinked. With the
+  last of them the node accepts entries again.
+
 A record of the journal is live as long as the node needs it (`index` has the rules). A segment without live records is
 unlinked. A segment with few live bytes is compacted: its live records are appended to the journal again, and the
 segment is unlinked when they are synced.
@@ -16,24 +26,29 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.naming import known_cluster_id
-from pxrs.cluster.records import NodeRecord, ledgers_prefix, node_key, owner_key
+from pxrs.cluster.records import LEDGERS, NodeRecord, ledgers_prefix, node_key, owner_key
 from pxrs.cluster.storage.format import Kind, Record
 from pxrs.cluster.storage.index import entries_of
 from pxrs.cluster.storage.node import StorageNode
 from pxrs.cluster.storage.registration import older_registry
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import DamagedFrame, NodeFull, PxrsError, RegistryCorrupt
+from pxrs.errors import Conflict, DamagedFrame, NodeFull, PxrsError, RegistryCorrupt
 from pxrs.metrics.instruments import STORAGE_REMOVED
 from pxrs.registry.contract import Registry
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
 
+LOOK_S: Final = 1.0
+"""The first pause between two looks at the records of ledgers that are in doubt or lack entries. It doubles after each
+look that has changed nothing, up to `collect_s`."""
 COPY_BYTES: Final = 4 << 20
 """How many bytes compaction reads and appends before it waits for a sync."""
 
@@ -63,6 +78,7 @@ class Collector:
         self._kept: set[int] = set()
         """Bases of segments that cannot be compacted, because a record in them is damaged."""
         self._problem: str | None = None
+        self._look_s = LOOK_S
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,14 +92,101 @@ class Collector:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_closing.wait(self._limits.collect_s):
+        next_round = time.monotonic() + self._limits.collect_s
+        while not self._is_closing.wait(self._pause_s(next_round - time.monotonic())):
             try:
-                self.collect()
+                self.settle()
+                if time.monotonic() >= next_round:
+                    next_round = time.monotonic() + self._limits.collect_s
+                    self.collect()
                 self._problem = None
             except (PxrsError, OSError) as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
                     _logger.warning("garbage could not be collected, the next round tries again: %s", error)
+
+    def _pause_s(self, round_s: float) -> float:
+        return max(0.0, min(round_s, self._look_s) if self._node.is_unsettled else round_s)
+
+    def settle(self) -> None:
+        """Look whether doubts have ended, and which closed ledgers lack entries of this node. Raises RegistryError,
+        NodeFull, OSError."""
+        if not self._node.is_unsettled:
+            return
+        with self._lock:
+            before = self._node.load, self._node.cleared, self._node.is_unchecked
+            if (skipped := self._distrust()) is not None:
+                _logger.error("nothing is known about the ledgers in doubt: %s", skipped)
+                return
+            self._settle()
+            is_changed = before != (self._node.load, self._node.cleared, self._node.is_unchecked)
+            self._look_s = LOOK_S if is_changed else min(2 * self._look_s, self._limits.collect_s)
+
+    def _settle(self) -> None:
+        node = self._node
+        for ledger in node.doubts():
+            entry = self._registry.get(LedgerName.of_id(ledger).key)
+            record = None if entry is None else LedgerRecord.parse(entry.key, entry.value)
+            if entry is not None and record is not None:
+                if not record.is_closed:
+                    continue
+                self._compare(record, entry.version)
+            node.end_doubt(ledger)
+            _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
+        for ledger in node.damaged_ledgers():
+            entry = self._registry.get(LedgerName.of_id(ledger).key)
+            if entry is None:
+                node.forget_damaged(ledger)
+            elif (record := LedgerRecord.parse(entry.key, entry.value)).is_closed:
+                self._compare(record, entry.version)
+        if node.is_unchecked and self._compare_all() is not None:
+            node.checked()
+        if node.journal.lost and not node.doubts() and not node.is_unchecked and self._compare_all() == 0:
+            for base in {node.index.segment_of(each.begin) for each in node.journal.lost}:
+                self._clean_damaged(base)
+            node.journal.forget_missing()
+            _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
+
+    def _compare_all(self) -> int | None:
+        """Compare all closed ledgers that name the node with its index. Returns how many lack entries; None if the
+        record of one of them was changed meanwhile, so that all have to be compared again."""
+        count, is_sure = 0, True
+        for entry in self._registry.scan(LEDGERS):
+            record = LedgerRecord.parse(entry.key, entry.value)
+            if record.is_closed and self._node.id in record.named:
+                try:
+                    count += self._compare(record, entry.version)
+                except Conflict:
+                    is_sure = False
+        return count if is_sure else None
+
+    def _compare(self, record: LedgerRecord, version: int) -> bool:
+        """Whether the node lacks entries that the record of a closed ledger assigns to it. If so, the record says from
+        now on that not every node has all its entries. Raises Conflict if it was changed meanwhile."""
+        places = [
+            (fragment, position)
+            for fragment in record.fragments
+            for position, node in enumerate(fragment.nodes)
+            if node == self._node.id
+        ]
+        entries = (entry for place in places for entry in record.entries_of(*place))
+        if not self._node.lacks(record.id, entries):
+            return False
+        if record.is_complete:
+            value = replace(record, is_complete=False).dump()
+            self._registry.commit(expect={record.key: version}, put={record.key: value})
+            self._node.cleared += 1
+            _logger.warning("the node lacks entries of ledger %s, which get new copies", record.id)
+        return True
+
+    def _clean_damaged(self, base: int) -> None:
+        """Compact and unlink a segment with damaged ranges, unless it is kept for another reason."""
+        with self._node.lock:
+            if base == self._node.journal.bases[-1]:
+                return
+        if base not in self._kept:
+            self._copy(base)
+            self._unlink(base)
 
     def collect(self) -> Collected:
         """One round. Raises RegistryError, NodeFull, OSError."""
@@ -98,8 +201,7 @@ class Collector:
                     removed = sum(self._remove(ledger, mark) for ledger, mark in garbage)
                 except NodeFull as error:  # raised below: what was removed before may free the room that is lacking
                     full = error
-            # In a damaged journal it is not known for sure what is in the segments.
-            segments, copied = (0, 0) if self._node.is_damaged else self._clean()
+            segments, copied = self._clean()
             if full is not None:
                 raise full
             return Collected(removed, segments, copied, skipped)
@@ -175,11 +277,12 @@ class Collector:
         return segments, copied
 
     def _sealed(self) -> list[tuple[int, int, int]]:
-        """Of each sealed segment: its base, its length, and its live bytes."""
+        """Of each sealed segment without damaged ranges: its base, its length, and its live bytes."""
         node = self._node
         with node.lock:
+            damaged = {node.index.segment_of(each.begin) for each in node.journal.lost}
             found = [(base, node.journal.segment_end(base) - base) for base in node.journal.bases[:-1]]
-            return [(base, size, size - node.index.dead[base]) for base, size in found]
+            return [(base, size, size - node.index.dead[base]) for base, size in found if base not in damaged]
 
     def _copy(self, base: int) -> int:
         """Append the live records of a segment to the journal. Returns their length when they are synced. Raises
@@ -218,6 +321,8 @@ class Collector:
             return place is not None and place.position == record.position
         if record.kind is Kind.FENCE:
             return index.fences.get(record.ledger, (0, -1))[1] == record.position
+        if record.kind is Kind.DOUBT:
+            return index.doubts.get(record.ledger) == record.position
         removal = index.removals.get(record.ledger) if record.kind is Kind.REMOVED else None
         return removal is not None and removal.position == record.position
 

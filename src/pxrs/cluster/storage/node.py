@@ -15,7 +15,10 @@ What a node does in each state:
 | too little free space | NodeFull | yes | yes | yes |
 | the last write of the journal failed | NodeFull | tries | yes | yes |
 | read-only: the disk was full at the start | NodeFull | NodeFull | yes | yes |
-| headers in the journal are damaged | NodeFull | yes | yes | never: the damaged part may have had the entry |
+| the disk has damaged a part of the journal | NodeFull for writers, yes for recoveries and repairs | yes | yes | yes |
+
+For a ledger that is in doubt (C7), in any of these states, the node answers that it does not know whether it had the
+entry, and never that it does not have it.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
 from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.messages import Add
+from pxrs.cluster.storage.core import DoubtItem, FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
 from pxrs.cluster.storage.core import Entries as Present
-from pxrs.cluster.storage.core import FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
 from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, NUMBER_MAX, Kind, Record, seed_of
 from pxrs.cluster.storage.index import Entries, Index, Place, entries_of
 from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
@@ -69,6 +72,10 @@ class Load(NamedTuple):
     ledgers: int
     free_bytes: int
     refuses: str | None
+    doubts: int
+    """How many ledgers are in doubt."""
+    damaged: int
+    """How many entries are known to be damaged, and how many ranges of the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +89,16 @@ class StorageNode:
     """Threads share it. It is the only user of the journal's folder until `close`."""
 
     def __init__(
-        self, node: str, folder: str, settings: NodeSettings | None = None, read_only: str | None = None
+        self,
+        node: str,
+        folder: str,
+        settings: NodeSettings | None = None,
+        read_only: str | None = None,
+        proof: int | None = None,
     ) -> None:
         """folder: the folder of the journal, which must exist. read_only: why the node writes nothing at all, not even
-        a fence; None if it may. Raises OSError."""
+        a fence; None if it may. proof: the position up to which the journal was synced, if that is known
+        (`opening`). Raises OSError."""
         self.id = node
         self.read_only = read_only
         self._settings = settings or NodeSettings()
@@ -94,40 +107,121 @@ class StorageNode:
         bases: list[int] = []
         self.index = Index(self.core, bases)
         is_read_only = read_only is not None
-        opened = open_journal(folder, seed_of(node), self.index.replay, bases, is_read_only=is_read_only)
+        opened = open_journal(folder, seed_of(node), self.index.replay, bases, proof, is_read_only=is_read_only)
         self.index.end_replay()
-        self._damage = opened.damage
+        self.is_proven = opened.is_proven
+        """Whether it is certain that the journal has everything that was acknowledged. If not, the caller calls
+        `begin_doubt` before the node answers anything."""
+        self.on_synced: Callable[[int], None] = lambda end: None
+        """Called with the new end of the journal after each sync, before anything that waits for it is told."""
         self._room = Room(folder, self._settings.free_bytes_min, self._probe)
         self.journal = Journal(
-            folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes, is_read_only=is_read_only
+            folder,
+            seed_of(node),
+            opened,
+            self,
+            self.lock,
+            self._settings.segment_bytes,
+            is_read_only=is_read_only,
+            on_synced=lambda end: self.on_synced(end),
         )
+        self.cleared = 0
+        """How many records of closed ledgers this process has changed because the node lacks entries of them."""
+        self.is_unchecked = not self.is_proven or self.journal.is_unchecked
+        """Whether closed ledgers may lack entries that the node had, and were not compared with the index since."""
+        for base in bases:
+            end = self.journal.segment_end(base)
+            sizes = (min(end, each.end) - max(base, each.begin) for each in opened.lost)
+            if lost_bytes := sum(size for size in sizes if size > 0):
+                self.index.dead[base] += lost_bytes
         self.recorded_end = -1
         """The end of the journal that the registry has, as this process has recorded it; -1: not yet."""
-        self._reader = EntryReader(node, self.core, self.journal, self.lock, self._damage)
+        self._reader = EntryReader(node, self.core, self.journal, self.lock)
         self.look_at_room()
         for gauge, read in _GAUGES:
             gauge.watch(self, read)
 
     @property
     def refuses(self) -> str | None:
-        """Why the node accepts no adds; None if it does."""
-        if self._damage:
-            return (
-                f"the journal is damaged ({self._damage[0]}, {len(self._damage)} places in all): the node serves what "
-                "it can read and accepts no entries; start a new node on an empty directory and retire this one"
-            )
-        return self.read_only or self._room.problem
+        """Why the node accepts no entries of writers; None if it does."""
+        return self.read_only or self._room.problem or self.rot
 
     @property
-    def is_damaged(self) -> bool:
-        """Whether headers in the journal are damaged, so that it is not known which entries the node had."""
-        return bool(self._damage)
+    def rot(self) -> str | None:
+        """What the disk has damaged in the journal; None if it has damaged nothing that is not repaired. A range that a
+        power loss may have torn does not count, because the disk is sound."""
+        rotten = [each for each in self.journal.lost if not each.is_torn]
+        if not rotten:
+            return None
+        size = sum(each.end - each.begin for each in rotten)
+        return (
+            f"the disk has damaged {size:,} bytes of the journal in {len(rotten)} places; the node accepts entries "
+            "again when other nodes have given it the entries that it lacks. Check the disk"
+        )
 
     @property
     def load(self) -> Load:
         free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
-            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses)
+            damaged = len(self._reader.damaged) + sum(not each.is_torn for each in self.journal.lost)
+            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses, len(self.index.doubts), damaged)
+
+    # Doubt.
+
+    def begin_doubt(self, unclosed: Sequence[str], highest: Sequence[str]) -> None:
+        """After a start in doubt, before the node answers anything: journal what it does not know (C7). Returns when
+        that is durable. unclosed, highest: as for `NodeCore.begin_doubt`. Raises NodeFull, NodeUnreachable, OSError."""
+        self.journal.keep_unchecked()
+        with self.lock:
+            for item in self.core.begin_doubt(unclosed, highest):
+                if isinstance(item, DoubtItem):
+                    record = Record(Kind.DOUBT, item.ledger)
+                else:
+                    record = Record(Kind.REMOVED, item.ledger, offset=self.index.upto(item.ledger), rows=1)
+                self.journal.submit(Write(record, (), _ignore))
+            wait = self._wait_for(Write(None, (), _ignore))
+        wait()
+        self.journal.keep_lost()
+
+    def doubts(self) -> list[str]:
+        """The ledgers that are in doubt."""
+        with self.lock:
+            return self.core.doubts()
+
+    def end_doubt(self, ledger: str) -> None:
+        """The record of the ledger is closed, or does not exist any more."""
+        with self.lock:
+            self.core.end_doubt(ledger)
+            self.index.end_doubt(ledger)
+
+    def lacks(self, ledger: str, entries: Iterable[int]) -> bool:
+        """Whether the node does not have one of these entries, or cannot read it."""
+        with self.lock:
+            state = self.core.state(ledger)
+            found = set() if state is None else entries_of(state).numbers()
+            found -= {entry for owner, entry in self._reader.damaged if owner == ledger}
+        return any(entry not in found for entry in entries)
+
+    def damaged_ledgers(self) -> list[str]:
+        """The ledgers of which the node has entries that it cannot read."""
+        return sorted({ledger for ledger, _ in list(self._reader.damaged)})
+
+    def forget_damaged(self, ledger: str) -> None:
+        """The ledger has no record any more, so its damaged entries need no repair."""
+        with self.lock:
+            for key in [key for key in self._reader.damaged if key[0] == ledger]:
+                del self._reader.damaged[key]
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether the node is in doubt about a ledger, or may lack an entry, or knows of damage."""
+        return bool(self.index.doubts or self.is_unchecked or self.journal.lost or self._reader.damaged)
+
+    def checked(self) -> None:
+        """All closed ledgers were compared with the index, and the records of those that lack entries say so. Raises
+        OSError."""
+        self.journal.forget_unchecked()
+        self.is_unchecked = False
 
     def look_at_room(self) -> None:
         """Check the free space, and whether a journal that could not be written can be written again (`Room.look`)."""
@@ -151,14 +245,15 @@ class StorageNode:
                     self.journal.submit(Write(None, (), functools.partial(_refuse, number, done, error)))
 
     def _add(self, add: Add, done: Callable[[Exception | None], None]) -> PxrsError | None:
-        if (refuses := self.refuses) is not None:
+        refuses = self.refuses if add.recovery is None else self.read_only or self._room.problem
+        if refuses is not None:
             return NodeFull(self.id, refuses)
         head = add.head
         outcome = self.core.add(add.ledger, add.entry, head, add.lac, add.recovery)
         if isinstance(outcome.reply, PxrsError):
             return outcome.reply
         undo = functools.partial(self._forget, add.ledger, add.entry) if outcome.append else None
-        if undo is None and not self._is_damaged(add):
+        if undo is None and not self._is_damaged(add.ledger, add.entry):
             self.journal.submit(Write(None, (), done))
             return None
         record = Record(
@@ -178,12 +273,12 @@ class StorageNode:
         self.journal.submit(Write(record, add.body, done, undo))
         return None
 
-    def _is_damaged(self, add: Add) -> bool:
+    def _is_damaged(self, ledger: str, entry: int) -> bool:
         """Whether a read has found the stored entry damaged at its current position, so that it must be written
         again."""
-        position = self._reader.damaged.get((add.ledger, add.entry)) if self._reader.damaged else None
-        state = None if position is None else self.core.state(add.ledger)
-        place = None if state is None else entries_of(state).find(add.entry)
+        position = self._reader.damaged.get((ledger, entry)) if self._reader.damaged else None
+        state = None if position is None else self.core.state(ledger)
+        place = None if state is None else entries_of(state).find(entry)
         return place is not None and place.position == position
 
     def _told(self, number: int, done: Callable[[int, PxrsError | None], None], error: Exception | None) -> None:
@@ -260,15 +355,18 @@ class StorageNode:
             if recovery is None and state is not None and not all(map(entries_of(state).is_synced, present)):
                 wait = self._wait_for(Write(None, (), _ignore))
         wait()
-        return self._reader.read(ledger, range(first, last + 1), present, max_bytes, heads=heads)
+        entries = range(first, last + 1)
+        return self._reader.read(ledger, entries, present, max_bytes, heads=heads, is_in_doubt=reply.is_in_doubt)
 
     def page(self, ledger: str, after: int, limit: int) -> IndexPage:
-        """The first `limit` entries of a ledger after `after`, all synced. Raises NodeFull."""
+        """The first `limit` entries of a ledger after `after`, all synced, without those that are known to be damaged.
+        Raises NodeFull."""
         with self.lock:
             reply, wait = self._decide(self.core.index, ledger, after, limit)
             assert isinstance(reply, Indexed)
             state = self.core.state(ledger)
-            found = [] if state is None else [entries_of(state).find(entry) for entry in reply.entries]
+            whole = [entry for entry in reply.entries if not self._is_damaged(ledger, entry)]
+            found = [] if state is None else [entries_of(state).find(entry) for entry in whole]
         wait()
         return IndexPage([place for place in found if place is not None], reply.lac, reply.fence, reply.is_more)
 
@@ -321,6 +419,8 @@ class StorageNode:
                 if write.removes is not None:
                     self.index.void(write.record, write.removes)
                 self.index.written(write.record)
+                if write.record.kind is Kind.ENTRY and self._reader.damaged:
+                    self._reader.damaged.pop((write.record.ledger, write.record.entry), None)
                 entries += write.undo is not None and write.record.kind is Kind.ENTRY
         STORAGE_ENTRIES.of().add(entries)
 

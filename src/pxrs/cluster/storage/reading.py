@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import EntryHead
@@ -27,34 +27,35 @@ class Found(NamedTuple):
     """None if the node does not have the entry, or cannot read it."""
     body: bytes | memoryview = b""
     error: PxrsError | None = None
-    """Why the entry cannot be read. If this and `head` are None, the node certainly does not have the entry."""
+    """Why the entry cannot be read."""
+    is_unknown: bool = False
+    """The node is in doubt (C7) and does not know whether it had the entry. If this is False, and `error` and `head`
+    are None, the node certainly does not have the entry."""
 
 
 class EntryReader:
     """Threads share it."""
 
-    def __init__(
-        self, node: str, core: NodeCore, journal: Journal, lock: threading.Lock, damage: Sequence[DamagedFrame]
-    ) -> None:
-        """lock: guards the core. damage: the places where headers of the journal are damaged."""
-        self._node, self._core, self._journal, self._lock, self._damage = node, core, journal, lock, damage
+    def __init__(self, node: str, core: NodeCore, journal: Journal, lock: threading.Lock) -> None:
+        """lock: guards the core."""
+        self._node, self._core, self._journal, self._lock = node, core, journal, lock
         self.damaged: dict[tuple[str, int], int] = {}
         """By ledger and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX. If such an
         entry is added again, the node writes it again."""
 
-    def read(self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool) -> Iterator[Found]:
+    def read(
+        self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool, is_in_doubt: bool
+    ) -> Iterator[Found]:
         size = 0
         for entry in entries:
-            found = self._read_one(ledger, entry, heads=heads) if entry in present else self._missing(ledger, entry)
+            if entry in present:
+                found = self._read_one(ledger, entry, heads=heads)
+            else:
+                found = Found(entry, None, is_unknown=is_in_doubt)
             size += len(found.body)
             if size > max_bytes and size > len(found.body):
                 return
             yield found
-
-    def _missing(self, ledger: str, entry: int) -> Found:
-        if self._damage:
-            return Found(entry, None, error=NodeUnreachable(self._node, f"the journal is damaged: {self._damage[0]}"))
-        return Found(entry, None)
 
     def _read_one(self, ledger: str, entry: int, *, heads: bool) -> Found:
         """Read an entry that was in the index. Compaction may have moved it since: then the read is repeated."""
@@ -77,8 +78,9 @@ class EntryReader:
                 if self._has_moved(ledger, place):
                     continue
                 _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
-                if len(self.damaged) < DAMAGED_MAX:
-                    self.damaged[ledger, entry] = place.position
+                with self._lock:
+                    if len(self.damaged) < DAMAGED_MAX:
+                        self.damaged[ledger, entry] = place.position
                 return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
 
     def _has_moved(self, ledger: str, place: Place) -> bool:

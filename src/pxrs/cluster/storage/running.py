@@ -2,9 +2,10 @@
 
 Start: bind the port, decide the identity of the directory and open the journal, serve, and only then register the node
 as alive. Each step that needs the registry waits for it (`StartWait`). Stop: end the registration first, so that
-brokers choose other nodes; then end the calls; then close the journal, which syncs what was accepted; then unlock the
-directory. A node that has started read-only, because its disk is full, is stopped and started again within the process
-once there is room; the port stays open.
+brokers choose other nodes; then end the calls; then close the journal, which syncs what was accepted; then record the
+end of the journal in the registry, by which the next start is proven (C9); then unlock the directory. A node that has
+started read-only, because its disk is full, is stopped and started again within the process once there is room; the
+port stays open.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class StorageSettings:
     limits: StorageLimits = field(default_factory=StorageLimits)
     auth: str | None = None
     """The path of the tokens file; None permits everything to everybody."""
+    marks: Path | None = None
+    """The folder of the node's mark (`mark`): in memory that a process outlives and the machine does not."""
     credentials: Any = None
     """The result of `grpc.ssl_server_credentials`; None for a port without TLS."""
 
@@ -131,7 +134,9 @@ class StorageServer:
         self.is_serving = False
         settings, limits = self._settings, self._settings.limits
         kept = NodeSettings(limits.segment_bytes, limits.free_bytes_min)
-        begin = functools.partial(start, settings.directory, self._registry, self.address, kept, wait=self._wait)
+        begin = functools.partial(
+            start, settings.directory, self._registry, self.address, kept, wait=self._wait, marks=settings.marks
+        )
         started = self._started = await asyncio.to_thread(begin)
         gate = Gate(settings.auth, HubNames(lambda: (), self._registry.get))
         self._collector = Collector(self._registry, started.node, started.cluster, started.starts, limits)
@@ -266,11 +271,15 @@ class StorageServer:
                 await asyncio.sleep(_LOOK_S)
 
     def _close(self) -> None:
-        """Close the present node and unlock its directory."""
+        """Close the present node, record that it has stopped, and unlock its directory."""
         if self._service is not None:
             self._service.pool.shutdown()
         if self._started is not None:
             self._started.node.close()
+            if self._registration is not None and not self._started.is_read_only:
+                self._registration.record_stop()
+            if self._started.mark is not None:
+                self._started.mark.close()
             self._started.directory.close()
 
 

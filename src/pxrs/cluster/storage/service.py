@@ -301,7 +301,7 @@ def _message(found: Found) -> bytes:
     if found.error is not None:
         return messages.data({"entry": found.entry, "error": wire.error_to_dict(found.error)})
     if found.head is None:
-        return messages.data({"entry": found.entry, "missing": True})
+        return messages.data({"entry": found.entry, "unknown" if found.is_unknown else "missing": True})
     return messages.data({"entry": found.entry, "head": list(found.head)}, (found.body,))
 
 
