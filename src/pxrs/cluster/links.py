@@ -286,7 +286,8 @@ class NodeLink:
             (entry, EntryHead(offset, rows, size, last_timestamp, stored_at, 0))
             for entry, offset, rows, size, last_timestamp, stored_at in found["entries"]
         ]
-        return IndexPage(entries, int(found["lac"]), found["fenced"], bool(found["more"]))
+        may_lack = bool(found.get("may_lack"))
+        return IndexPage(entries, int(found["lac"]), found["fenced"], bool(found["more"]), may_lack)
 
     def ledgers(self, after: str = "", limit: int = 10_000, timeout_s: float | None = None) -> tuple[list[str], bool]:
         """The first `limit` ids after `after` of ledgers that the node has, and whether there are more. Raises as

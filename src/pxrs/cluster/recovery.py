@@ -149,6 +149,8 @@ class Recovery:
         """The `lac` of the entries that this recovery sends: that with which it began to read."""
         self._doubted: tuple[str, ...] = ()
         """See `LedgerRecord.doubted`."""
+        self.left_out: int | None = None
+        """An entry that was found and left out: it was never confirmed, and too few nodes could store it."""
         self._end: EntryHead | None = None
         """The head of the last entry found so far that belongs to the ledger; None until one is read."""
         self._proposed: LedgerRecord | None = None
@@ -157,6 +159,11 @@ class Recovery:
         self._is_begun = False
         """Whether this recovery has committed the record as "recovering"."""
         self._is_measuring = False
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the end of the ledger is decided, and its closed record proposed."""
+        return self._proposed is not None and self._proposed.is_closed
 
     # Events.
 
@@ -449,7 +456,7 @@ class Recovery:
             if self.cursor <= self.lac or not self._is_missing(self.cursor, searched.answers):
                 return [NeedSpares()]
             # The entry was never confirmed: leave it out instead of waiting for a spare.
-            searched.head = None
+            searched.head, self.left_out = None, self.cursor
             return self._finish()
         self._spares.remove(node)
         self._joins = unable[0], node

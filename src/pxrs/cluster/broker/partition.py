@@ -490,7 +490,7 @@ class OwnedPartition:
         with self.lock:
             if self._writer is None or self.why_not is not None or self._is_rolling:
                 return
-            self._writer.look_at_starts()
+            self._writer.look_at_doubts()
             self._writer.offer_spares()
             if self._writer.is_short(live) and has_enough(self.topic.quorum, self._broker.ensemble(self.topic)):
                 self._roll()

@@ -74,8 +74,9 @@ class LedgerShell:
         self._failed: set[int] = set()
         """The tenures (`Send.tenure`) whose node has failed, so that each failure is reported once."""
         BROKER_DEGRADED.watch(self, lambda shell: [((), shell.is_degraded and not shell.is_stopped)])
-        self._starts: dict[str, int] = {}
-        """By node: its number of starts when this ledger was first tended with it."""
+        self._asked: dict[str, tuple[int, int]] = {}
+        """By node: its number of starts, and its count of damage, when it was last asked whether it may have lost
+        entries of this ledger."""
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
         self._tell_empty()
@@ -130,20 +131,15 @@ class LedgerShell:
         self.size += entry.size
         self._do(self._core.append(head))
 
-    def look_at_starts(self) -> None:
-        """Replace the nodes that have restarted in doubt since the ledger was begun (C7). They may have lost entries,
-        so the ledger is to be closed and repaired, whether or not anything more is appended."""
+    def look_at_doubts(self) -> None:
+        """Ask the nodes that may have lost entries of some ledgers (C7) whether this one is among them."""
         alive = self._broker.view.seen.alive
         for node in sorted(self.record.named & alive.keys()):
             found = alive[node]
-            if found.starts != self._starts.setdefault(node, found.starts) and found.doubts and not self.is_stopped:
-                self._starts[node] = found.starts
-                _logger.warning(
-                    "node %s has restarted and may have lost entries of ledger %s, which is closed",
-                    node,
-                    self.record.id,
-                )
-                self._do(self._core.doubted(node))
+            state = found.starts, found.damaged
+            if (found.doubts or found.damaged) and self._asked.get(node) != state and not self.is_stopped:
+                self._asked[node] = state
+                self._broker.crew.submit(self._ask_for_doubt, node)
 
     def offer_spares(self) -> None:
         """If a position is empty, offer the available nodes to the writer."""
@@ -232,6 +228,25 @@ class LedgerShell:
             return []
 
     # On other threads.
+
+    def _ask_for_doubt(self, node: str) -> None:
+        """Replace the node if it is in doubt about this ledger. It takes no more entries of it, and may have lost some,
+        so the ledger is to be closed and repaired, whether or not anything more is appended."""
+        try:
+            may_lack = self._broker.links(node).index(self.record.id, limit=1).may_lack
+        except PxrsError as error:
+            _logger.info("ledger %s: node %s does not tell whether it lacks entries: %s", self.record.id, node, error)
+            with self._changed:
+                self._asked.pop(node, None)  # the next look asks again
+            return
+        if may_lack:
+            _logger.warning(
+                "node %s may have lost entries of ledger %s: the ledger will be closed, and then repaired",
+                node,
+                self.record.id,
+            )
+            with self._changed:
+                self._do(self._core.doubted(node))
 
     def _answered(self, node: str, tenure: int, number: int, error: Exception | None) -> None:
         with self._changed:

@@ -78,6 +78,8 @@ class Collector:
         self._kept: set[int] = set()
         """Bases of segments that cannot be compacted, because a record in them is damaged."""
         self._problem: str | None = None
+        self._told: dict[str, set[int]] = {}
+        """By ledger: the damaged entries with which it was compared."""
         self._look_s = LOOK_S
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -130,16 +132,18 @@ class Collector:
             if entry is not None and record is not None:
                 if not record.is_closed:
                     continue
-                self._compare(record, entry.version)
+                self._compare(record, entry.version, is_news=True)
             node.end_doubt(ledger)
             _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
-        for ledger in node.damaged_ledgers():
+        for ledger, entries in node.damaged_entries().items():
             entry = self._registry.get(LedgerName.of_id(ledger).key)
             if entry is None:
                 node.forget_damaged(ledger)
+                self._told.pop(ledger, None)
             elif (record := LedgerRecord.parse(entry.key, entry.value)).is_closed:
-                self._compare(record, entry.version)
-        if node.is_unchecked and self._compare_all() is not None:
+                self._compare(record, entry.version, is_news=not entries <= self._told.get(ledger, set()))
+                self._told[ledger] = entries
+        if node.is_unchecked and self._compare_all(is_news=True) is not None:
             node.checked()
         if node.journal.lost and not node.doubts() and not node.is_unchecked and self._compare_all() == 0:
             for base in {node.index.segment_of(each.begin) for each in node.journal.lost}:
@@ -147,7 +151,7 @@ class Collector:
             node.journal.forget_missing()
             _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
 
-    def _compare_all(self) -> int | None:
+    def _compare_all(self, *, is_news: bool = False) -> int | None:
         """Compare all closed ledgers that name the node with its index. Returns how many lack entries; None if the
         record of one of them was changed meanwhile, so that all have to be compared again."""
         count, is_sure = 0, True
@@ -155,14 +159,17 @@ class Collector:
             record = LedgerRecord.parse(entry.key, entry.value)
             if record.is_closed and self._node.id in record.named:
                 try:
-                    count += self._compare(record, entry.version)
+                    count += self._compare(record, entry.version, is_news=is_news)
                 except Conflict:
                     is_sure = False
         return count if is_sure else None
 
-    def _compare(self, record: LedgerRecord, version: int) -> bool:
+    def _compare(self, record: LedgerRecord, version: int, *, is_news: bool) -> bool:
         """Whether the node lacks entries that the record of a closed ledger assigns to it. If so, the record says from
-        now on that not every node has all its entries. Raises Conflict if it was changed meanwhile."""
+        now on that not every node has all its entries. Raises Conflict if it was changed meanwhile.
+
+        is_news: the node may have lost them since it was last compared. Then the record is written even if it says so
+        already: a repair that is under way may have counted on them, and must not complete the ledger."""
         places = [
             (fragment, position)
             for fragment in record.fragments
@@ -172,7 +179,7 @@ class Collector:
         entries = (entry for place in places for entry in record.entries_of(*place))
         if not self._node.lacks(record.id, entries):
             return False
-        if record.is_complete:
+        if record.is_complete or is_news:
             value = replace(record, is_complete=False).dump()
             self._registry.commit(expect={record.key: version}, put={record.key: value})
             self._node.cleared += 1

@@ -114,6 +114,8 @@ class Indexed(NamedTuple):
     lac: int
     fence: int
     is_more: bool
+    is_in_doubt: bool = False
+    """The node may have had other entries of the ledger (C7)."""
 
 
 class Removed(NamedTuple):
@@ -257,7 +259,8 @@ class NodeCore:
             return Outcome((), Indexed((), -1, 0, False), True)
         state = self._touch(ledger)
         found = state.index.after(after, limit + 1)
-        return Outcome((), Indexed(tuple(found[:limit]), state.lac, state.fence, len(found) > limit), True)
+        page = Indexed(tuple(found[:limit]), state.lac, state.fence, len(found) > limit, state.is_in_doubt)
+        return Outcome((), page, True)
 
     def ledgers(self) -> list[tuple[str, int]]:
         """Every ledger of which the node has data, each with the mark that `remove` needs."""

@@ -65,6 +65,8 @@ class IndexPage(NamedTuple):
     lac: int
     fence: int
     has_more: bool
+    may_lack: bool
+    """The node is in doubt about the ledger, or has damaged entries of it."""
 
 
 class Load(NamedTuple):
@@ -202,9 +204,13 @@ class StorageNode:
             found -= {entry for owner, entry in self._reader.damaged if owner == ledger}
         return any(entry not in found for entry in entries)
 
-    def damaged_ledgers(self) -> list[str]:
-        """The ledgers of which the node has entries that it cannot read."""
-        return sorted({ledger for ledger, _ in list(self._reader.damaged)})
+    def damaged_entries(self) -> dict[str, set[int]]:
+        """By ledger: the entries that the node has and cannot read."""
+        found: dict[str, set[int]] = {}
+        with self.lock:
+            for ledger, entry in self._reader.damaged:
+                found.setdefault(ledger, set()).add(entry)
+        return found
 
     def forget_damaged(self, ledger: str) -> None:
         """The ledger has no record any more, so its damaged entries need no repair."""
@@ -367,8 +373,10 @@ class StorageNode:
             state = self.core.state(ledger)
             whole = [entry for entry in reply.entries if not self._is_damaged(ledger, entry)]
             found = [] if state is None else [entries_of(state).find(entry) for entry in whole]
+            lacks = reply.is_in_doubt or any(each == ledger for each, _ in self._reader.damaged)
         wait()
-        return IndexPage([place for place in found if place is not None], reply.lac, reply.fence, reply.is_more)
+        places = [place for place in found if place is not None]
+        return IndexPage(places, reply.lac, reply.fence, reply.is_more, lacks)
 
     def ledgers(self) -> list[tuple[str, int]]:
         """Every ledger of which the node has data, each with the mark that `remove` needs."""

@@ -185,7 +185,13 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             [place.entry, place.offset, place.rows, place.size, place.last_timestamp, place.stored_at]
             for place in found.places
         ]
-        return {"entries": entries, "lac": found.lac, "fenced": found.fence or None, "more": found.has_more}
+        return {
+            "entries": entries,
+            "lac": found.lac,
+            "fenced": found.fence or None,
+            "more": found.has_more,
+            "may_lack": found.may_lack,
+        }
 
     def _ledgers(self, given: Given) -> Result:
         after, limit = given.text("after"), min(max(given.whole("limit"), 1), INDEX_MAX)

@@ -18,8 +18,8 @@ from pxrs.cluster.copies import needs_repair
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import OwnerRecord, owner_key
 from pxrs.testing.simulator.cluster_broker import SimulatedBroker
-from pxrs.testing.simulator.cluster_ghost import ClusterGhost, Partition
-from pxrs.testing.simulator.cluster_machine import Machine
+from pxrs.testing.simulator.cluster_ghost import Beyond, ClusterGhost, Partition
+from pxrs.testing.simulator.cluster_machine import Disk, Machine
 from pxrs.testing.simulator.cluster_schedule import (
     NO_STALL,
     SOUND_CLUSTER,
@@ -28,15 +28,24 @@ from pxrs.testing.simulator.cluster_schedule import (
     Stall,
 )
 from pxrs.testing.simulator.cluster_tending import Deletion, Repairer, SimulatedProducer, SimulatedReader, trim
+from pxrs.testing.simulator.cluster_themes import Theme
 from pxrs.testing.simulator.ghost import Violation
 
 CALM_STEPS_MAX: Final = 20_000
 
 
 class ClusterSimulation(ClusterSchedule):
-    def __init__(self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350, trace: int = 0) -> None:
-        """`trace` is how many of the last events are kept, to be shown."""
-        super().__init__(seed, defects, trace=trace)
+    def __init__(
+        self,
+        seed: int,
+        defects: ClusterDefects = SOUND_CLUSTER,
+        *,
+        steps: int = 350,
+        theme: Theme | None = None,
+        trace: int = 0,
+    ) -> None:
+        """`trace` is how many of the last events are kept, to be shown. theme: instead of the seed's."""
+        super().__init__(seed, defects, theme=theme, trace=trace)
         self.steps_max = steps
         rng = self.rng
         self.ghost = ClusterGhost(self)
@@ -60,8 +69,12 @@ class ClusterSimulation(ClusterSchedule):
         self.on_append, self.on_garbage = self.may_end_lease, self.may_move_back
         self.ghost.on_recovered = self.may_move_away
         self.burst_rate, self.trap_rate = rng.choice(self.theme.burst), rng.choice(self.theme.trap)
+        self.harm_rate = rng.choice(self.theme.harm) if self.theme.harm != (0.0,) else 0.0
         self.tick_rate = rng.choice((0.1, 0.25))
         self.fault_rate = rng.choice(self.theme.fault)
+        self.traps: list[tuple[int, list[int], SimulatedBroker]] = []
+        """At which step the disk of the first machine is damaged and the broker's lease ends; then the second machine
+        is late with answers to reads."""
         self.trap_until = 0
         """Until this step no other lease ends in this way."""
         self.stopped: list[SimulatedBroker] = []
@@ -77,15 +90,25 @@ class ClusterSimulation(ClusterSchedule):
 
     def run(self) -> ClusterSimulation:
         """Raises Violation."""
+        try:
+            self._storm()
+            if not self.is_beyond:
+                self._come_to_rest()
+        except Beyond as beyond:
+            self.note("more is damaged than the quorum allows:", beyond)
+            self.counts["beyond"] += 1
+        return self
+
+    def _storm(self) -> None:
         ticks = self.theme.ticks
         while self.steps < self.steps_max:
             self.steps += 1
+            if self.traps and self.steps >= self.traps[0][0]:
+                self._spring(*self.traps.pop(0)[1:])
             if self.steps >= self.stall_until:
                 self.change_stall()
             if self.rng.random() < self.tick_rate or not self.happen():
                 self._tick(ticks[int(self.rng.random() * len(ticks))])
-        self._come_to_rest()
-        return self
 
     def _tick(self, kind: str) -> None:
         rng = self.rng
@@ -155,6 +178,47 @@ class ClusterSimulation(ClusterSchedule):
                 self._add_machine()
             case "notice" if self.stopped and rng.random() < 0.3:
                 self.stopped.pop(0).die()
+            case "power all":
+                self.counts[kind] += 1
+                for machine in self.machines:
+                    machine.lose_power()
+            case "harm" | "cut" | "copy" | "rot" | "power" | "kill":
+                self.harm(self.machines[int(rng.random() * len(self.machines))], kind)
+
+    def harm(self, machine: Machine, kind: str) -> None:
+        """The disk of this machine loses something that was synced, if the quorum allows that."""
+        rng, journal = self.rng, machine.disk.journal
+        if kind in ("power", "kill"):
+            self.counts[kind] += 1
+            machine.lose_power() if kind == "power" else self._crash(machine)
+        elif machine.disk.cookie is None or not journal or machine.disk.node in self.lost_nodes:
+            return
+        elif kind == "copy":
+            copy, run = machine.disk.copy(), machine.run
+            machine.scanned = machine.scan() if machine.is_up else None
+            self.delay(partial(self._turn_back, machine, run, copy))
+        elif not self.may_lose(machine.disk.node):
+            return
+        elif kind == "rot":
+            entries = [(ledger, entry) for ledger, found in sorted(machine.disk.durable.items()) for entry in found]
+            if entries:
+                self.counts[kind] += 1
+                machine.rot(*rng.choice(entries))
+        else:
+            self.counts[kind] += 1
+            machine.lose_power() if rng.random() < 0.5 else self._crash(machine)
+            journal = machine.disk.journal
+            # The last items matter most: what they say is not known elsewhere yet.
+            count = 1 + int(rng.random() * min(3, len(journal)))
+            first = len(journal) - count if rng.random() < 0.7 else int(rng.random() * (len(journal) - count + 1))
+            machine.harm(range(first, first + count), is_cut=kind == "cut")
+
+    def _turn_back(self, machine: Machine, run: int, copy: Disk) -> None:
+        """A copy of the disk, made while the machine ran, takes the place of the disk."""
+        if machine.run == run and not self.is_calm and self.may_lose(machine.disk.node):
+            self.counts["copy"] += 1
+            machine.lose_power() if self.rng.random() < 0.5 else self._crash(machine)
+            machine.turn_back(copy)
 
     def end_lease(self, broker: SimulatedBroker) -> None:
         """The broker does not notice it. Another one tries to take its partitions at once."""
@@ -175,7 +239,9 @@ class ClusterSimulation(ClusterSchedule):
     def may_lose(self, node: str) -> bool:
         """Whether every entry is safe without this disk. A new node may take part in what comes next at once, so its
         disk is safe to lose only as any other's."""
-        lost = self.lost_nodes | {node}
+        if self.is_beyond:
+            return True
+        lost = self.lost_nodes | {machine.disk.node for machine in self.machines if machine.is_hurt} | {node}
         for record, _ in self.registry.ledgers():
             for fragment in record.fragments:
                 # A node in `joining` may have its place by a commit that is under way.
@@ -188,6 +254,14 @@ class ClusterSimulation(ClusterSchedule):
         """Before an entry is sent: it may be that its messages are all late, and that the lease ends meanwhile."""
         if self.theme.has_laggards:
             self.laggard = self._address_in(record)
+        if self.harm_rate and not self.is_calm and self.rng.random() < self.harm_rate:
+            # Acknowledged by all but one of its nodes; then the disk of one of these is damaged, and the broker dies.
+            addresses = [self.machine_of(node).address for node in record.fragments[-1].nodes if node is not None]
+            self.rng.shuffle(addresses)
+            steps = self.rng.choice(self.theme.trap_steps)
+            if addresses:
+                self.begin_stall(Stall(("add",), None, addresses[-1]), steps)
+                self.traps.append((self.steps + steps // 2, addresses, broker))
         if self.is_calm or self.steps < self.trap_until or self.rng.random() >= self.trap_rate:
             return
         if self.rng.random() < self.stall_rate:
@@ -198,6 +272,16 @@ class ClusterSimulation(ClusterSchedule):
             begin = partial(self.begin_stall, Stall(kinds, None, address), steps)
             begin() if self.rng.random() < 0.5 else self.post(begin)
         self.post(lambda: self.end_lease(broker))
+
+    def _spring(self, addresses: list[int], broker: SimulatedBroker) -> None:
+        machine = self.machines[addresses[0]]
+        kinds = ("harm", "harm", "cut", "rot") if self.rng.random() < 0.8 else ("power", "kill")
+        self.harm(machine, self.rng.choice(kinds))
+        if not machine.is_up:
+            machine.start()
+        if self.rng.random() < 0.5 and len(addresses) > 1:
+            self.begin_stall(Stall(("read",), None, addresses[1]), self.rng.choice(self.theme.stall_steps))
+        self.end_lease(broker)
 
     def _address_in(self, record: LedgerRecord) -> int | None:
         """Of one of the nodes to which entries are sent now."""
@@ -232,6 +316,7 @@ class ClusterSimulation(ClusterSchedule):
         for machine in self.machines:
             if not machine.is_up:
                 machine.start()
+        self.traps = []
         while len(self.machines) < self.quorum.ensemble:
             self._add_machine()
         self.rng.shuffle(self.held)
@@ -280,6 +365,9 @@ class ClusterSimulation(ClusterSchedule):
         records = self.registry.ledgers()
         if any(needs_repair(record, live) for record, _ in records):
             return False
+        if any(machine.is_hurt or machine.core.doubts() or machine.disk.is_unchecked for machine in self.machines):
+            # A ledger that is written stays in doubt until its broker has closed it, which it does.
+            return False
         for machine in self.machines:
             for ledger, _ in machine.core.ledgers():
                 record = next((each for each, _ in records if each.id == ledger), None)
@@ -300,10 +388,13 @@ class ClusterSimulation(ClusterSchedule):
         return any(broker.owned[partition].phase == "serving" for broker in self.brokers)
 
 
-def simulate_cluster(seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350) -> ClusterSimulation:
+def simulate_cluster(
+    seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350, theme: Theme | None = None
+) -> ClusterSimulation:
     """Run one schedule. A Violation says how to replay it."""
     try:
-        return ClusterSimulation(seed, defects, steps=steps).run()
+        return ClusterSimulation(seed, defects, steps=steps, theme=theme).run()
     except Violation as violation:
-        violation.add_note(f"SEED={seed}  replay: ClusterSimulation({seed}, trace=100_000).run()")
+        named = "" if theme is None else f"theme={theme.name.upper()}, "
+        violation.add_note(f"SEED={seed}  replay: ClusterSimulation({seed}, {named}trace=100_000).run()")
         raise
