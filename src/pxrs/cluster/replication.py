@@ -28,7 +28,7 @@ every entry that is not confirmed is unknown until the owner of the partition ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -132,6 +132,11 @@ class LedgerWriter:
     def end(self) -> int:
         """The offset after the last row of the last entry, whether that entry is confirmed or not."""
         return self._last.next_offset
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The positions of the last fragment."""
+        return self._slots
 
     @property
     def is_degraded(self) -> bool:

@@ -305,9 +305,9 @@ class Machine:
                 self.core.end_doubt(ledger)
         for record, version in registry.ledgers():
             rotten = {each for each in self.disk.unreadable if each[0] == record.id}
-            if self.disk.is_unchecked or rotten - self.told:
+            if record.is_closed and (self.disk.is_unchecked or rotten - self.told or (rotten and record.is_complete)):
                 self.compare(record, version)
-        self.told |= self.disk.unreadable
+                self.told |= rotten
         self.disk.is_unchecked = False
         if self.is_hurt and not self.core.doubts() and not self.lacking():
             self.is_hurt, self.hurt = False, set()

@@ -44,6 +44,15 @@ class Stall(NamedTuple):
 NO_STALL: Final = Stall(())
 
 
+class Hold(NamedTuple):
+    """A stall beside the one of the theme, by a trap."""
+
+    stall: Stall
+    until: int
+    """The step at which what it holds arrives."""
+    events: list[Event]
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterDefects:
     """What a test puts in place of the sound parts, to see that the simulator notices."""
@@ -132,6 +141,7 @@ class ClusterSchedule:
         self.stall, self.stall_until = NO_STALL, 0
         self.stalled: list[Event] = []
         """What the stall holds."""
+        self.holds: list[Hold] = []
         self.registry = SimulatedRegistry()
         self.machines: list[Any] = []
         self.homes: dict[str, Any] = {}
@@ -177,7 +187,10 @@ class ClusterSchedule:
 
     def delay(self, event: Event, kind: str = "", sender: object = None, address: int | None = None) -> None:
         """An event that may take long, or be held by a stall."""
-        if kind in self.stall.kinds and self._is_stalled(sender, address):
+        held = next((hold for hold in self.holds if _is_held(hold.stall, kind, sender, address)), None)
+        if held is not None:
+            held.events.append(event)
+        elif _is_held(self.stall, kind, sender, address):
             self.stalled.append(event)
             self.counts["stalled"] += 1
         elif not self.is_calm and (
@@ -187,9 +200,15 @@ class ClusterSchedule:
         else:
             self.waiting.append(event)
 
-    def _is_stalled(self, sender: object, address: int | None) -> bool:
-        stall = self.stall
-        return stall.sender in (None, sender) and stall.address in (None, address)
+    def hold(self, stall: Stall, steps: int) -> None:
+        """Hold these events for so many steps."""
+        self.holds.append(Hold(stall, self.steps + steps, []))
+
+    def end_holds(self, step: int) -> None:
+        """What was held up to this step arrives."""
+        for hold in [hold for hold in self.holds if hold.until <= step]:
+            self.holds.remove(hold)
+            self.waiting += hold.events
 
     def begin_stall(self, stall: Stall, steps: int) -> None:
         """End the last stall, and begin this one."""
@@ -333,6 +352,10 @@ class ClusterSchedule:
             if state is not None and entry in state.index and (record.id, entry) not in machine.disk.unreadable:
                 return self.bodies[state.index.checksum(entry)]
         return None
+
+
+def _is_held(stall: Stall, kind: str, sender: object, address: int | None) -> bool:
+    return kind in stall.kinds and stall.sender in (None, sender) and stall.address in (None, address)
 
 
 def ledger_key(ledger: str) -> str:

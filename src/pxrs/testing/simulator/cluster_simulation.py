@@ -12,12 +12,14 @@ No more disks are lost at a time than the quorum allows: of the nodes that a fra
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from pxrs.cluster.copies import needs_repair
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import OwnerRecord, owner_key
-from pxrs.testing.simulator.cluster_broker import SimulatedBroker
+from pxrs.cluster.replication import LedgerWriter
+from pxrs.cluster.storage.core import FenceItem, StoreItem
+from pxrs.testing.simulator.cluster_broker import OwnedPartition, SimulatedBroker
 from pxrs.testing.simulator.cluster_ghost import Beyond, ClusterGhost, Partition
 from pxrs.testing.simulator.cluster_machine import Disk, Machine
 from pxrs.testing.simulator.cluster_schedule import (
@@ -25,6 +27,7 @@ from pxrs.testing.simulator.cluster_schedule import (
     SOUND_CLUSTER,
     ClusterDefects,
     ClusterSchedule,
+    Event,
     Stall,
 )
 from pxrs.testing.simulator.cluster_tending import Deletion, Repairer, SimulatedProducer, SimulatedReader, trim
@@ -72,9 +75,13 @@ class ClusterSimulation(ClusterSchedule):
         self.harm_rate = rng.choice(self.theme.harm) if self.theme.harm != (0.0,) else 0.0
         self.tick_rate = rng.choice((0.1, 0.25))
         self.fault_rate = rng.choice(self.theme.fault)
-        self.traps: list[tuple[int, list[int], SimulatedBroker]] = []
-        """At which step the disk of the first machine is damaged and the broker's lease ends; then the second machine
-        is late with answers to reads."""
+        self.traps: list[tuple[int, Event]] = []
+        """What a trap does, and at which step."""
+        self.copied: Any = None
+        """The copy of a disk that a trap has made: the machine, the ledger that was written, the copy, and what the
+        machine's `scan` has found."""
+        self.quiet_until = 0
+        """Until this step producers send nothing, so that what a trap does concerns the last entry."""
         self.trap_until = 0
         """Until this step no other lease ends in this way."""
         self.stopped: list[SimulatedBroker] = []
@@ -103,8 +110,10 @@ class ClusterSimulation(ClusterSchedule):
         ticks = self.theme.ticks
         while self.steps < self.steps_max:
             self.steps += 1
-            if self.traps and self.steps >= self.traps[0][0]:
-                self._spring(*self.traps.pop(0)[1:])
+            self.end_holds(self.steps)
+            for trap in [trap for trap in self.traps if trap[0] <= self.steps]:
+                self.traps.remove(trap)
+                trap[1]()
             if self.steps >= self.stall_until:
                 self.change_stall()
             if self.rng.random() < self.tick_rate or not self.happen():
@@ -119,7 +128,7 @@ class ClusterSimulation(ClusterSchedule):
                 some = self.stopped if self.stopped and rng.random() < 0.1 else self.brokers
                 broker = some[int(rng.random() * len(some))]
                 broker.owned[self.partitions[int(rng.random() * len(self.partitions))]].tick()
-            case "producer":
+            case "producer" if self.steps >= self.quiet_until:
                 broker = brokers[int(rng.random() * len(brokers))]
                 # Several at once: their entries are under way at the same time.
                 senders = self.producers if rng.random() < self.burst_rate else [rng.choice(self.producers)]
@@ -254,14 +263,8 @@ class ClusterSimulation(ClusterSchedule):
         """Before an entry is sent: it may be that its messages are all late, and that the lease ends meanwhile."""
         if self.theme.has_laggards:
             self.laggard = self._address_in(record)
-        if self.harm_rate and not self.is_calm and self.rng.random() < self.harm_rate:
-            # Acknowledged by all but one of its nodes; then the disk of one of these is damaged, and the broker dies.
-            addresses = [self.machine_of(node).address for node in record.fragments[-1].nodes if node is not None]
-            self.rng.shuffle(addresses)
-            steps = self.rng.choice(self.theme.trap_steps)
-            if addresses:
-                self.begin_stall(Stall(("add",), None, addresses[-1]), steps)
-                self.traps.append((self.steps + steps // 2, addresses, broker))
+        if self.harm_rate and not self.is_calm and self.steps >= self.trap_until and self.rng.random() < self.harm_rate:
+            self._set_trap(broker, record)
         if self.is_calm or self.steps < self.trap_until or self.rng.random() >= self.trap_rate:
             return
         if self.rng.random() < self.stall_rate:
@@ -273,15 +276,113 @@ class ClusterSimulation(ClusterSchedule):
             begin() if self.rng.random() < 0.5 else self.post(begin)
         self.post(lambda: self.end_lease(broker))
 
-    def _spring(self, addresses: list[int], broker: SimulatedBroker) -> None:
-        machine = self.machines[addresses[0]]
-        kinds = ("harm", "harm", "cut", "rot") if self.rng.random() < 0.8 else ("power", "kill")
-        self.harm(machine, self.rng.choice(kinds))
-        if not machine.is_up:
+    def _set_trap(self, broker: SimulatedBroker, record: LedgerRecord) -> None:
+        """An entry of this ledger is about to be sent to the nodes. What damage can do then, step by step:
+
+        lost     the entry reaches A and B, and not C; A loses it; the broker's lease ends; B is late with its answers
+        moved    A has the entry and fails; another node takes its place from the next entry on; B gets the entry, which
+                 is now confirmed; then as above
+        turned   as `lost`, with an earlier copy of A's disk
+        begun    the copy was made before the ledger was begun
+        fence    the broker's lease ends while the entry is on its way; the recovery fences A and B, and not C; A loses
+                 the fence; then the entry reaches A and C
+        lac      B alone has an entry that says that an earlier one is confirmed, and tells it late; all lose that one
+        """
+        rng = self.rng
+        nodes = [node for node in record.fragments[-1].nodes if node is not None]
+        if len(nodes) < 3:
+            return
+        rng.shuffle(nodes)
+        a, b, c = (self.machine_of(node) for node in nodes[:3])
+        owned = broker.owned[record.topic_id, record.partition]
+        writer = owned.writer
+        kinds = ("lost", *["moved", "begun", "fence"] * 3, "turned", *["lac"] * 14 * self.is_beyond)
+        kind = rng.choice(kinds)
+        if self.copied is not None and self.copied[0] in (a, b, c) and self.copied[1] != record.id:
+            kind = "begun"
+        self.note("trap", kind, a.address, b.address, c.address)
+        self.counts[f"trap {kind}"] += 1
+        steps = rng.choice((15, 25, 40))
+        self.trap_until = self.quiet_until = self.steps + 3 * steps
+        if kind == "begun" and (self.copied is None or self.copied[0] not in (a, b, c) or self.copied[1] == record.id):
+            # The copy is made now, and used when the next ledger is written.
+            self.copied = a, record.id, a.disk.copy(), a.scan() if a.is_up else None
+            self.post(lambda: self._roll(owned, writer))
+            self.trap_until = self.quiet_until = 0
+            return
+        copy, scanned = a.disk.copy(), None
+        if kind == "begun" and self.copied is not None:
+            others = [each for each in (a, b, c) if each is not self.copied[0]]
+            a, _, copy, scanned = self.copied
+            b, c = others[:2]
+            self.copied = None
+        if kind == "fence":
+            self.hold(Stall(("add",), broker, b.address), 5 * steps)
+            self.hold(Stall(("add",), broker), 3 * steps)
+            self.hold(Stall(("fence", "read"), None, c.address), 4 * steps)
+            self.post(lambda: self.end_lease(broker))
+            self.traps.append((self.steps + 2 * steps, lambda: self._lose_fence(a, record.id)))
+            return
+        self.hold(Stall(("add",), None, c.address), 4 * steps)
+        if kind == "moved":
+            self.hold(Stall(("add",), None, b.address), steps)
+
+            def fail() -> None:
+                if owned.writer is writer and writer is not None:
+                    owned.perform(writer.offer(self.live_nodes()))
+                    position = writer.record.position_of(a.core.node, writer.next - 1)
+                    late = [each for each in writer.slots if each.node == a.core.node]
+                    if owned.writer is writer and position is not None and late:
+                        owned.fail(writer, a.core.node, late[0].tenure)
+
+            self.traps.append((self.steps + steps // 2, fail))
+
+        def spring() -> None:
+            if kind in ("turned", "begun"):
+                if self.may_lose(a.disk.node) and a.is_up:
+                    self._crash(a)
+                    a.turn_back(copy)
+                    a.scanned = scanned
+            elif kind != "lac":
+                self.harm(a, rng.choice(("harm", "harm", "cut")))
+            else:
+                for machine, kept in ((a, 0), (b, 1), (c, 0)):
+                    self._lose_entries(machine, record.id, kept)
+                self.hold(Stall(("fence",), None, b.address), 3 * steps)
+            self.hold(Stall(("read",), None, b.address), (4 if kind == "lac" else 3) * steps)
+            for machine in (a, b, c):
+                if not machine.is_up:
+                    machine.start()
+            if rng.random() < 0.3 and a.is_up:
+                self._crash(a)
+                a.start()
+            if rng.random() < 0.3:
+                a.settle(a.run)
+            self.end_lease(broker)
+
+        self.traps.append((self.steps + steps + 5 * (kind == "moved"), spring))
+
+    def _roll(self, owned: OwnedPartition, writer: LedgerWriter | None) -> None:
+        """The next ledger is begun."""
+        if writer is not None and owned.writer is writer:
+            owned.perform(writer.close())
+
+    def _lose_fence(self, machine: Machine, ledger: str) -> None:
+        """The disk loses the fences of a ledger."""
+        if self.may_lose(machine.disk.node) and machine.is_up:
+            self._crash(machine)
+            journal = machine.disk.journal
+            fences = [at for at, item in enumerate(journal) if isinstance(item, FenceItem) and item.ledger == ledger]
+            machine.harm(fences)
             machine.start()
-        if self.rng.random() < 0.5 and len(addresses) > 1:
-            self.begin_stall(Stall(("read",), None, addresses[1]), self.rng.choice(self.theme.stall_steps))
-        self.end_lease(broker)
+
+    def _lose_entries(self, machine: Machine, ledger: str, kept: int) -> None:
+        """The disk loses the entries of a ledger except the last ones."""
+        if machine.is_up:
+            self._crash(machine)
+            journal = machine.disk.journal
+            entries = [at for at, item in enumerate(journal) if isinstance(item, StoreItem) and item.ledger == ledger]
+            machine.harm(entries[: len(entries) - kept])
 
     def _address_in(self, record: LedgerRecord) -> int | None:
         """Of one of the nodes to which entries are sent now."""
@@ -317,6 +418,7 @@ class ClusterSimulation(ClusterSchedule):
             if not machine.is_up:
                 machine.start()
         self.traps = []
+        self.end_holds(self.steps_max * 2)
         while len(self.machines) < self.quorum.ensemble:
             self._add_machine()
         self.rng.shuffle(self.held)

@@ -150,11 +150,11 @@ DAMAGED: Final = replace(
     lost=(0.0, 0.03),
     early=(0.0,),
     slow=(0.0, 0.1),
-    trap=(0.0, 0.1, 0.3),
-    harm=(0.1, 0.3),
-    fault=(0.2, 0.5),
-    timeout=0.1,
-    beyond=0.15,
+    trap=(0.0, 0.1),
+    harm=(0.3, 0.7),
+    fault=(0.05, 0.3),
+    timeout=0.02,
+    beyond=0.2,
     machines=(0, 0, 1, 1, 2),
 )
 THEMES: Final = (MIXED, MIXED, LATE, LATE, PIPELINED, MOVED, DAMAGED, DAMAGED)

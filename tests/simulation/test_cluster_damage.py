@@ -1,0 +1,178 @@
+"""Simulated clusters whose disks lose what they had synced (C7, C8, C9): nothing that was acknowledged is lost, all come
+to rest, and each defect of the protocol is caught by at least one in a hundred of these schedules.
+
+How many of 3,000 schedules catch each defect, in percent:
+
+TABLE
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest  # noqa
+
+from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.recovery import MISSING, Recovery, Searched
+from pxrs.cluster.replication import LedgerWriter
+from pxrs.cluster.storage.core import DoubtItem, Entries, JournalItem, NodeCore, Outcome
+from pxrs.testing.simulator.cluster_machine import Disk, Machine
+from pxrs.testing.simulator.cluster_schedule import ClusterDefects
+from pxrs.testing.simulator.cluster_simulation import simulate_cluster
+from pxrs.testing.simulator.cluster_themes import DAMAGED
+from pxrs.testing.simulator.ghost import Violation
+
+IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
+SEEDS = 3_000 if IS_SOAK else 600
+FAULTS = ("harm", "cut", "copy", "rot", "power", "power all", "kill", "died before its doubt")
+"""What must have happened in one of a hundred schedules at least, on average (`ClusterSchedule.counts`)."""
+
+
+# Storage nodes.
+
+
+class DoubtsInMemory(Machine):
+    """Which ledgers are in doubt is not journaled."""
+
+    def journal_doubt(self, items: list[JournalItem]) -> None:
+        super().journal_doubt([item for item in items if not isinstance(item, DoubtItem)])
+
+
+class TakesWritersInDoubt(NodeCore):
+    """A node in doubt takes entries of writers whose fences it may have lost."""
+
+    def begin_doubt(self, unclosed: Iterable[str], highest: Iterable[str]) -> list[JournalItem]:
+        return super().begin_doubt(unclosed, ())
+
+
+class SaysMissing(NodeCore):
+    """A node in doubt answers that it does not have the entry."""
+
+    def read(self, *given: Any) -> Outcome:
+        outcome = super().read(*given)
+        if isinstance(outcome.reply, Entries):
+            return outcome._replace(reply=outcome.reply._replace(is_in_doubt=False))
+        return outcome
+
+
+class LooksAtLastFragments(Machine):
+    """Only ledgers whose last fragment names the node are in doubt."""
+
+    def named(self, record: LedgerRecord) -> set[str]:
+        return {node for node in record.fragments[-1].nodes if node is not None}
+
+
+class ScansEarly(Machine):
+    """The ledgers' records are read before the start is committed, while another process is still the node."""
+
+    def begin_doubt(self) -> None:
+        early, self.scanned = self.scanned, None
+        self.is_early = early is not None
+        self.early = early
+        super().begin_doubt()
+
+    def scan(self) -> tuple[list[str], list[str]]:
+        early, self.early = getattr(self, "early", None), None
+        return early or super().scan()
+
+
+class EndsDoubtEarly(Machine):
+    """The doubt about a ledger ends at the next look, closed or not."""
+
+    def settle(self, run: int) -> None:
+        if run == self.run and self.is_up:
+            for ledger in self.core.doubts():
+                self.core.end_doubt(ledger)
+        super().settle(run)
+
+
+class BelievesOldCopies(Machine):
+    """A mark is taken for a proof although the journal is shorter."""
+
+    def is_proven(self, proof: int | None) -> bool:
+        return super().is_proven(None if proof is None else min(proof, len(self.disk.journal)))
+
+
+class ComparesNothing(Machine):
+    """Closed ledgers are not compared with the journal after a start in doubt."""
+
+    def compare(self, record: LedgerRecord | None, version: int) -> None:
+        pass
+
+
+# Recovery, and the writer.
+
+
+class IgnoresLateConfirmations(Recovery):
+    """What a node says to be confirmed counts only until enough nodes are fenced."""
+
+    def fenced(self, node: str, lac: int) -> list[Any]:
+        return super().fenced(node, lac if self.cursor < 0 else -1)
+
+
+class EndsWithASilentNode(Recovery):
+    """One node of a write set need not have answered if the others do not know."""
+
+    def _is_settled(self, entry: int, answers: Any) -> bool:
+        nodes = [(position, node) for position, node in self.record.nodes_of(entry) if not self._is_out(node)]
+        silent = [position for position, _ in nodes if position not in answers]
+        return super()._is_settled(entry, {**answers, **dict.fromkeys(silent[:1], MISSING)})
+
+
+class RefusalsBeatCopies(Recovery):
+    """An entry that enough nodes do not have is left out although a node has returned it."""
+
+    def _look(self) -> list[Any]:
+        searched: Searched | None = self._searched.get(self.cursor)
+        is_open = self._proposed is None and not self.stopped and not self._is_measuring
+        if searched is not None and searched.head is not None and is_open and self.cursor > self.lac:
+            if len(searched.copies) < self.record.quorum.ack_quorum and self._is_missing(self.cursor, searched.answers):
+                searched.head = None
+                return self._finish()
+        return super()._look()
+
+
+class ClosesAsCompleteAfterDoubt(LedgerWriter):
+    """A node that may have lost entries is replaced like one that does not answer."""
+
+    def failed(self, node: str, tenure: int, *, is_lasting: bool = False) -> list[Any]:
+        before = self._has_gaps
+        actions = super().failed(node, tenure, is_lasting=is_lasting)
+        self._has_gaps = before
+        return actions
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    defects: ClusterDefects
+    first_seed: int = 0
+    """Where to begin, for a defect that few schedules reach."""
+
+
+MUTATIONS = [
+    Mutation("doubt not journaled", ClusterDefects(machine=DoubtsInMemory)),
+    Mutation("doubt without refusing writers", ClusterDefects(node=TakesWritersInDoubt)),
+    Mutation("missing for unknown", ClusterDefects(node=SaysMissing)),
+    Mutation("last fragment only", ClusterDefects(machine=LooksAtLastFragments)),
+    Mutation("scan before the start's commit", ClusterDefects(machine=ScansEarly)),
+    Mutation("doubt ended before the close", ClusterDefects(machine=EndsDoubtEarly)),
+    Mutation("late lac ignored", ClusterDefects(recovery=IgnoresLateConfirmations)),
+    Mutation("(b) with one silent node", ClusterDefects(recovery=EndsWithASilentNode)),
+    Mutation("two refusals beat a copy", ClusterDefects(recovery=RefusalsBeatCopies)),
+    Mutation("old copy proven", ClusterDefects(machine=BelievesOldCopies)),
+    Mutation("closed ledgers not compared", ClusterDefects(machine=ComparesNothing)),
+    Mutation("complete after a doubtful replacement", ClusterDefects(writer=ClosesAsCompleteAfterDoubt)),
+]
+
+
+def is_caught(seed: int, mutation: Mutation) -> bool:
+    try:
+        simulate_cluster(seed, mutation.defects, theme=DAMAGED)
+    except Violation:
+        return True
+    return False
