@@ -43,13 +43,14 @@ class ClusterSimulation(ClusterSchedule):
         seed: int,
         defects: ClusterDefects = SOUND_CLUSTER,
         *,
-        steps: int = 350,
+        steps: int | None = None,
         theme: Theme | None = None,
         trace: int = 0,
     ) -> None:
-        """`trace` is how many of the last events are kept, to be shown. theme: instead of the seed's."""
+        """`trace` is how many of the last events are kept, to be shown. theme: instead of the seed's. steps: instead of
+        the theme's."""
         super().__init__(seed, defects, theme=theme, trace=trace)
-        self.steps_max = steps
+        self.steps_max = self.theme.steps if steps is None else steps
         rng = self.rng
         self.ghost = ClusterGhost(self)
         self.registry.on_ledger = self.ghost.on_ledger
@@ -296,13 +297,13 @@ class ClusterSimulation(ClusterSchedule):
         a, b, c = (self.machine_of(node) for node in nodes[:3])
         owned = broker.owned[record.topic_id, record.partition]
         writer = owned.writer
-        kinds = ("lost", *["moved", "begun", "fence"] * 3, "turned", *["lac"] * 14 * self.is_beyond)
+        kinds = ("lost", "turned", *["moved"] * 5, *["begun", "fence"] * 3, *["lac"] * 30 * self.is_beyond)
         kind = rng.choice(kinds)
         if self.copied is not None and self.copied[0] in (a, b, c) and self.copied[1] != record.id:
             kind = "begun"
         self.note("trap", kind, a.address, b.address, c.address)
         self.counts[f"trap {kind}"] += 1
-        steps = rng.choice((15, 25, 40))
+        steps = rng.choice((12, 20, 30))
         self.trap_until = self.quiet_until = self.steps + 3 * steps
         if kind == "begun" and (self.copied is None or self.copied[0] not in (a, b, c) or self.copied[1] == record.id):
             # The copy is made now, and used when the next ledger is written.
@@ -491,7 +492,7 @@ class ClusterSimulation(ClusterSchedule):
 
 
 def simulate_cluster(
-    seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350, theme: Theme | None = None
+    seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int | None = None, theme: Theme | None = None
 ) -> ClusterSimulation:
     """Run one schedule. A Violation says how to replay it."""
     try:

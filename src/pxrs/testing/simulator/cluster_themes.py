@@ -61,6 +61,8 @@ class Theme:
     spread: tuple[int, ...] = (1, 3, 8, 30)
     """Among how many of the oldest events the next one is chosen."""
     producers: tuple[int, ...] = (2, 3, 5)
+    steps: int = 350
+    """How long the storm lasts."""
     beyond: float = 0.0
     """In how many seeds more copies are damaged than the quorum allows."""
     harm: Rates = (0.0,)
@@ -151,10 +153,11 @@ DAMAGED: Final = replace(
     early=(0.0,),
     slow=(0.0, 0.1),
     trap=(0.0, 0.1),
-    harm=(0.3, 0.7),
+    harm=(0.5, 1.0),
+    steps=700,
     fault=(0.05, 0.3),
     timeout=0.02,
-    beyond=0.2,
+    beyond=0.25,
     machines=(0, 0, 1, 1, 2),
 )
 THEMES: Final = (MIXED, MIXED, LATE, LATE, PIPELINED, MOVED, DAMAGED, DAMAGED)
