@@ -6,6 +6,7 @@
     cluster/brokers/<incarnation>                   BrokerRecord, ephemeral
     cluster/nodes/<node id>                         NodeRecord, persistent
     cluster/alive/<node id>                         AliveNode, ephemeral
+    cluster/troubles/<incarnation>                  Troubles, ephemeral: what a broker does not serve (`troubles`)
     cluster/owners/<topic id>/<partition>           OwnerRecord, persistent: the guard of a partition (R4)
     cluster/ledgers/<topic id>/<partition>/<number> LedgerRecord, persistent (`ledgers`)
     cluster/abandoned/<ledger id>                   Abandonment, persistent until the ledger is recovered
@@ -244,6 +245,10 @@ class AliveNode:
     free_bytes: int = 0
     refuses: str | None = None
     """Why the node accepts no entries, for example because its disk is full; None if it accepts them."""
+    doubts: int = 0
+    """The number of ledgers about which the node is in doubt (C7): it may have lost entries or a fence of them."""
+    damaged: int = 0
+    """The number of damaged entries on its disk that are known and not repaired yet."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()
