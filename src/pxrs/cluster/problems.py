@@ -87,8 +87,8 @@ def _unserved(found: ClusterStatus) -> Iterator[Attention]:
         rows[each.owner, each.kind, each.why].append(each)
     for (owner, kind, why), some_of in list(rows.items())[:REASONS_MAX]:
         names = [f"{each.topic}/{each.partition}" for each in some_of]
-        not_served = f"{counted(len(names), 'partition')} not served by its owner, broker {owner}"
-        text = f"{not_served}, since {time_text(some_of[0].since)}: {some(names)}: {why}; {ADVICE[kind]}"
+        not_served = f"{counted(len(names), 'partition')} owned by broker {owner} and not served"
+        text = f"{not_served} since {time_text(some_of[0].since)}, {some(names)}: {why}; {ADVICE[kind]}"
         yield Attention(True, "cluster", "", text)
     listed = sum(len(each) for each in list(rows.values())[:REASONS_MAX])
     if more := len(found.unserved) + found.unserved_more - listed:
