@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ pytest.importorskip("grpc")
 
 import pxrs
 from pxrs.cluster import placement as placements
-from pxrs.cluster.broker import ownership, repairs, tries
+from pxrs.cluster.broker import ownership, repairs, tries, view
 from pxrs.cluster.broker.context import Broker, BrokerSettings
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.running import RunningBroker
@@ -149,6 +151,8 @@ def test_a_cluster_that_can_store_nothing_says_so_and_serves_once_there_are_node
         assert WHY in str(refused.value)
         assert "see `pxrs cluster status`" in str(refused.value)
         patient_tries(monkeypatch)
+        opening = lonely.brokers[0].ownership._opening
+        eventually(lambda: len(opening) == 4 and min(each.wait_s(time.monotonic()) for each in opening.values()) > 100)
         lonely.start_node(1)
         lonely.start_node(2)
         with hub.producer("orders") as producer:
@@ -211,6 +215,12 @@ def test_a_recovery_that_waits_is_told_as_one(
     partition.get_stuck("a test")
     found = status_when(cluster, lambda found: found.unserved)
     assert [each.kind for each in found.unserved] == [RECOVERY]
+    with pxrs.open(cluster.url) as hub:  # it was served before, and has an end that a producer can look up
+        producer = hub.producer(partition.topic.topic.name, delivery_timeout=0.8)
+        with pytest.raises(AppendFailed, match="too few storage nodes answered its recovery"):
+            producer.send(b"a").result(10.0)
+        with pytest.raises(PxrsError):
+            producer.close()
     opened.error = None
     status_when(cluster, lambda found: not found.has_faults)
 
@@ -228,6 +238,17 @@ def test_a_decision_of_an_operator_causes_a_try_at_once(
     registry_of(cluster).commit(put={key: Abandonment(("n",), "ann", 1.0).dump()})
     eventually(lambda: partition.why_not is None, 10.0)
     registry_of(cluster).commit(delete=[key])
+
+
+def test_the_view_is_told_of_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "LOOK_S", 600.0)
+    key, changed = abandoned_key(LedgerName("t", 0, 1)), threading.Event()
+    with MemoryRegistry(MemoryStore()) as registry, closing(view.View(registry)) as seen:
+        seen.start()
+        with seen.subscribe(changed.set):
+            registry.commit(put={key: Abandonment(("n",), "ann", 1.0).dump()})
+            assert changed.wait(10)
+        assert seen.seen.abandoned.keys() == {"t/0/0000000001"}
 
 
 @pytest.mark.usefixtures("soon")
