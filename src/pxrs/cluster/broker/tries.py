@@ -6,8 +6,8 @@
 
 A try that took longer than the pause is followed by the next one after RETRY_S: a recovery waits for storage nodes
 itself. A change of what the tries depend on, the storage nodes and the decisions of operators, causes a try at once,
-and the pauses begin anew. Errors of the registry do too: nothing else tells that it answers again, and a call of it
-that fails takes its time.
+and the pauses begin anew. After an error of the registry they begin anew as well: nothing tells that it answers again,
+and a call of it that fails takes its time.
 """
 
 from __future__ import annotations
