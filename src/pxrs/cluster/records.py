@@ -6,6 +6,7 @@
     cluster/brokers/<incarnation>                   BrokerRecord, ephemeral
     cluster/nodes/<node id>                         NodeRecord, persistent
     cluster/alive/<node id>                         AliveNode, ephemeral
+    cluster/troubles/<incarnation>                  Troubles, ephemeral: what a broker does not serve (`troubles`)
     cluster/owners/<topic id>/<partition>           OwnerRecord, persistent: the guard of a partition (R4)
     cluster/ledgers/<topic id>/<partition>/<number> LedgerRecord, persistent (`ledgers`)
     cluster/abandoned/<ledger id>                   Abandonment, persistent until the ledger is recovered

@@ -218,6 +218,14 @@ BROKER_PARTITIONS: Final = _metric(
     "state",
     "Partitions that the broker owns: serving, or opening, which is also the state of one that could not be opened.",
 )
+BROKER_UNSERVED: Final = _metric(
+    "pxrs.broker.unserved",
+    "gauge",
+    "{partition}",
+    "reason",
+    "Partitions that the broker owns and has not served for 2 s: too few storage nodes accept entries (nodes), the "
+    "topic's placement function fails (placement), what is stored cannot be recovered or read (recovery), or other.",
+)
 BROKER_ENTRIES: Final = _metric(
     "pxrs.broker.entries",
     "counter",

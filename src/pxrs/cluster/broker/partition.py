@@ -35,6 +35,7 @@ from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import TopicRecord
+from pxrs.cluster.troubles import Reason
 from pxrs.errors import (
     AppendFailed,
     AppendUnknown,
@@ -46,6 +47,7 @@ from pxrs.errors import (
     SequenceGap,
     UnknownProducer,
 )
+from pxrs.limited_log import LimitedLog
 from pxrs.log.batch import Batch, place_id
 from pxrs.log.contract import Append, Bounds
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
@@ -53,6 +55,7 @@ from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers, named
 from pxrs.waiting import Subscribers, limit_until, seconds_left
 
 _logger = logging.getLogger(__name__)
+_log: Final = LimitedLog(_logger, records_max=1)
 
 RECALLS_MAX: Final = 8
 """How often one append reads stored entries, to find out whether a producer unknown to `Producers` has stored batches
@@ -80,6 +83,8 @@ class OwnedPartition:
         self._recent = broker.recent.partition()
         self._gone: PxrsError | None = None
         self._stuck: PxrsError | None = PartitionUnavailable(self.name, "it is being opened")
+        self.reason: Reason | None = None
+        """Why the partition is stuck, as the attempts to open it tell; None while it serves, and before they do."""
         self._generation = 0
         self._chain: list[LedgerRecord] = []
         self._kept_from = 0
@@ -127,7 +132,7 @@ class OwnedPartition:
             if end >= self._end or self._abandoned(closed):
                 return
             why = f"it was recovered up to {end}, and {self._end} was confirmed before"
-        _logger.error("%s is not served: %s", self.name, why)
+        _log.log(self.name, logging.ERROR, "%s is not served: %s", self.name, why)
         raise PartitionUnavailable(self.name, why)
 
     def _abandoned(self, closed: Sequence[LedgerRecord]) -> LedgerRecord | None:
@@ -154,10 +159,16 @@ class OwnedPartition:
                 self._recent.forget()  # recovered entries are not cached, and the cache must have no gap
             self._next = self._end = base
             self._begin_ledger(opened.writer)
-            self._stuck = None
+            self._stuck = self.reason = None
             self._is_rolling = False
             self._changed.notify_all()
         self._subscribers.wake((self.partition,))
+
+    def tell_why(self, reason: Reason) -> None:
+        """Have the errors of further appends tell why the partition could not be opened."""
+        with self.lock:
+            if self._stuck is not None:
+                self._stuck, self.reason = PartitionUnavailable(self.name, reason.with_advice), reason
 
     def _tell_lost(self, base: int, closed: Sequence[LedgerRecord]) -> None:
         """Under the lock. `check_end` has found that an operator has decided it."""
@@ -248,7 +259,8 @@ class OwnedPartition:
         if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
         if self._generation == 0:
-            raise PartitionMoved(f"{self.name}: the partition is being opened")
+            why = "" if self.reason is None else f", and could not be yet: {self.reason.with_advice}"
+            raise PartitionMoved(f"{self.name}: the partition is being opened{why}")
 
     @property
     def chain(self) -> Sequence[LedgerRecord]:

@@ -28,6 +28,7 @@ from pxrs.cluster.recovery import (
 from pxrs.cluster.replication import Change
 from pxrs.errors import (
     Conflict,
+    InvalidPlacement,
     LedgerFenced,
     NodeUnreachable,
     OutcomeUnknown,
@@ -116,7 +117,11 @@ class Recoverer:
     def _offer(self) -> None:
         """Offer every node that takes entries. The core leaves out those of the entry's own fragment; nodes that the
         record names for other entries may be all that is left."""
-        self._do(self._core.offer(self._broker.spares(self._topic, ())))
+        try:
+            spares = self._broker.spares(self._topic, ())
+        except InvalidPlacement:  # which `Placements` reports; the nodes of the ledger may suffice
+            spares = []
+        self._do(self._core.offer(spares))
 
     def _note_used(self, decided: Abandonment) -> None:
         """Delete the decision, which is carried out: the ledger's record lists the abandoned nodes."""

@@ -25,6 +25,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -40,7 +41,7 @@ from pxrs.cluster.broker.view import Place
 from pxrs.cluster.copies import Ended, Repaired, is_repairable, needs_repair, urgency
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import ledgers_prefix
-from pxrs.errors import Closed, PxrsError
+from pxrs.errors import Closed, InvalidPlacement, PxrsError
 from pxrs.events.recording import Recorder
 from pxrs.metrics.instruments import BROKER_LACKING, BROKER_REPAIR_FAILED, BROKER_REPAIRING, BROKER_REPAIRS
 from pxrs.waiting import start_thread
@@ -152,7 +153,9 @@ class Repairs:
         partitions = self._ownership.partitions()
         live = self._live()
         for partition in partitions.values():
-            partition.tend(live)
+            # A placement function that fails is reported by `Placements`, and holds up no other topic.
+            with suppress(InvalidPlacement):
+                partition.tend(live)
         self._read_cleared(partitions)
         lacking = [*self._lacking(partitions, live), *self._lacking_staged(live)]
         self._forget_tries({record.id for _, record in lacking})
@@ -166,7 +169,10 @@ class Repairs:
                     tried is not None and tried.live == live and time.monotonic() < tried.until
                 ):
                     continue
-            spares = self._broker.spares(owner.topic, ())
+            try:
+                spares = self._broker.spares(owner.topic, ())
+            except InvalidPlacement:
+                continue
             if is_repairable(record, live, spares):
                 with self._lock:
                     self._jobs[record.id] = None

@@ -23,6 +23,7 @@ from pxrs.cluster.records import TopicRecord
 from pxrs.cluster.replication import CLOSED, Action, Change, Confirmed, Forget, LedgerWriter, Send, Stop
 from pxrs.errors import (
     Conflict,
+    InvalidPlacement,
     LedgerFenced,
     LedgerRemoved,
     NodeUnreachable,
@@ -219,12 +220,11 @@ class LedgerShell:
         ]
 
     def _spares(self, without: set[str]) -> list[str]:
-        """The spares, the best first. The placement function may be a user's: if it fails, the writer continues without
-        a spare."""
+        """The spares, the best first. If the placement function fails, which `Placements` reports, the writer continues
+        without a spare."""
         try:
             return self._broker.spares(self._topic, without)
-        except Exception:
-            _logger.exception("ledger %s: the placement function failed, so no spare can be used", self.record.id)
+        except InvalidPlacement:
             return []
 
     # On other threads.
