@@ -296,7 +296,8 @@ def _start(
                 mark.begin((tried, *(each for each in [registered and registered.start] if each)), node.journal.end)
             else:
                 mark.remove()
-        _register(registry, decided, entry, address, node.journal.end, tried, wait)
+        node.recorded_end = node.journal.end
+        _register(registry, decided, entry, address, node.recorded_end, tried, wait)
         if not node.is_proven:
             _begin_doubt(registry, node, wait)
             if mark is not None:
@@ -304,7 +305,6 @@ def _start(
         if mark is not None:
             with node.lock:  # nothing is appended before the node serves, except what the lines above have appended
                 node.on_synced = mark.move
-        node.recorded_end = node.journal.end
         stack.pop_all()
         return Started(node, cluster, decided.starts, directory, mark)
 
