@@ -211,6 +211,33 @@ STORAGE_FREE: Final = _metric("pxrs.storage.free", "gauge", "By", "", "Free byte
 STORAGE_REFUSES: Final = _metric(
     "pxrs.storage.refuses", "gauge", "{node}", "", "1 while the storage node takes no entries, such as on a full disk."
 )
+STORAGE_DOUBTS: Final = _metric(
+    "pxrs.storage.doubts",
+    "gauge",
+    "{ledger}",
+    "",
+    "Ledgers of which the storage node does not know what it has lost, since a start after a power loss or damage.",
+)
+STORAGE_DAMAGED: Final = _metric(
+    "pxrs.storage.damaged",
+    "gauge",
+    "{entry}",
+    "",
+    "Entries, and ranges of the journal, that the disk of the storage node has damaged and that are not repaired yet.",
+)
+STORAGE_SCRUBBED: Final = _metric(
+    "pxrs.storage.scrubbed", "counter", "By", "", "Bytes of sealed segments that were read to find damage."
+)
+STORAGE_SCRUB_PROGRESS: Final = _metric(
+    "pxrs.storage.scrub_progress",
+    "gauge",
+    "1",
+    "",
+    "The part of the sealed segments that was read in this round, 0 to 1.",
+)
+STORAGE_SCRUB_ENDED: Final = _metric(
+    "pxrs.storage.scrub_ended", "gauge", "s", "", "When the last round ended, in seconds since 1970; 0: none has."
+)
 BROKER_PARTITIONS: Final = _metric(
     "pxrs.broker.partitions",
     "gauge",

@@ -187,13 +187,13 @@ class Collector:
         return True
 
     def _clean_damaged(self, base: int) -> None:
-        """Compact and unlink a segment with damaged ranges, unless it is kept for another reason."""
+        """Compact and unlink a segment with damaged ranges. Raises DamagedFrame, NodeFull, OSError."""
         with self._node.lock:
             if base == self._node.journal.bases[-1]:
                 return
-        if base not in self._kept:
-            self._copy(base)
-            self._unlink(base)
+        self._kept.discard(base)
+        self._copy(base)
+        self._unlink(base)
 
     def collect(self) -> Collected:
         """One round. Raises RegistryError, NodeFull, OSError."""

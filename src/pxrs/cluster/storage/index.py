@@ -120,6 +120,11 @@ class Entries:
     def places(self) -> list[Place]:
         return [self._place(at) for at in range(len(self))]
 
+    def within(self, begin: int, end: int) -> list[int]:
+        """The entries whose record begins in this range of positions."""
+        positions = self._rest[::_WIDTH]
+        return [self._numbers[at] for at, position in enumerate(positions) if begin <= position < end]
+
     def move(self, entry: int, position: int) -> int:
         """Set the position of an entry that the index contains. Returns its former position."""
         at = self._at(entry)

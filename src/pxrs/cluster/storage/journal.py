@@ -46,6 +46,7 @@ from pxrs.cluster.storage.format import (
 )
 from pxrs.cluster.storage.index import Entries
 from pxrs.cluster.storage.opening import Opened, parts
+from pxrs.cluster.storage.removed import Lost
 from pxrs.errors import Closed, DamagedFrame
 from pxrs.log.directory.segments.files import pread, segment_path
 from pxrs.log.directory.segments.writing import OpenSegment
@@ -318,6 +319,19 @@ class Journal:
             if not isinstance(found, Record):
                 raise found.error
             yield found
+
+    def segment(self, base: int) -> OpenSegment:
+        """A sealed segment. Raises OSError."""
+        with self.lock:
+            return self._file(base)
+
+    def lose(self, begin: int, end: int) -> None:
+        """Record that a range without live records is damaged. Raises OSError."""
+        with self.lock:
+            lost = sorted({*self.lost, Lost(begin, end, False)})
+        removed.write_lost(self.folder, lost)
+        with self.lock:
+            self.lost = lost
 
     def _locate(self, position: int) -> tuple[OpenSegment, int]:
         with self.lock:

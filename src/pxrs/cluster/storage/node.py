@@ -43,6 +43,8 @@ from pxrs.cluster.storage.room import Room
 from pxrs.errors import InvalidArgument, InvalidKey, NodeFull, NodeUnreachable, PxrsError
 from pxrs.metrics.instruments import (
     STORAGE_BYTES,
+    STORAGE_DAMAGED,
+    STORAGE_DOUBTS,
     STORAGE_ENTRIES,
     STORAGE_FREE,
     STORAGE_LEDGERS,
@@ -101,7 +103,7 @@ class StorageNode:
         """folder: the folder of the journal, which must exist. read_only: why the node writes nothing at all, not even
         a fence; None if it may. proof: the position up to which the journal was synced, if that is known
         (`opening`). Raises OSError."""
-        self.id = node
+        self.id, self.seed = node, seed_of(node)
         self.read_only = read_only
         self._settings = settings or NodeSettings()
         self.lock = threading.Lock()
@@ -211,6 +213,41 @@ class StorageNode:
             for ledger, entry in self._reader.damaged:
                 found.setdefault(ledger, set()).add(entry)
         return found
+
+    def verify(self, ledger: str, entry: int) -> None:
+        """Read an entry, to find out whether it is damaged."""
+        self._reader.verify(ledger, entry)
+
+    def entries_within(self, begin: int, end: int) -> list[tuple[str, int]]:
+        """The entries whose record begins in this range of positions of the journal."""
+        found: list[tuple[str, int]] = []
+        for ledger, _ in self.ledgers():
+            with self.lock:  # not for all ledgers at once
+                state = self.core.state(ledger)
+                entries = [] if state is None else entries_of(state).within(begin, end)
+            found += [(ledger, entry) for entry in entries]
+        return found
+
+    def move_out(self, begin: int, end: int) -> None:
+        """Write the live records of a damaged range again that the node knows without reading them: all but entries. If
+        nothing live is left in the range, record that it is damaged. Raises NodeFull, NodeUnreachable, OSError."""
+        index = self.index
+        waits: list[Callable[[], None]] = []
+        with self.lock:
+            for ledger, (number, position) in list(index.fences.items()):
+                if begin <= position < end:
+                    waits.append(self._wait_for(Write(Record(Kind.FENCE, ledger, recovery=number), (), _ignore)))
+            for ledger, position in list(index.doubts.items()):
+                if begin <= position < end:
+                    waits.append(self._wait_for(Write(Record(Kind.DOUBT, ledger), (), _ignore)))
+            for ledger, removal in list(index.removals.items()):
+                if begin <= removal.position < end:
+                    record = Record(Kind.REMOVED, ledger, offset=removal.upto, rows=int(removal.is_remembered))
+                    waits.append(self._wait_for(Write(record, (), _ignore)))
+        for wait in waits:
+            wait()
+        if not self.entries_within(begin, end):
+            self.journal.lose(begin, end)
 
     def forget_damaged(self, ledger: str) -> None:
         """The ledger has no record any more, so its damaged entries need no repair."""
@@ -445,6 +482,8 @@ _GAUGES: Final = (
     (STORAGE_LEDGERS, lambda node: [((), node.load.ledgers)]),
     (STORAGE_FREE, lambda node: [((), node.load.free_bytes)]),
     (STORAGE_REFUSES, lambda node: [((), float(node.load.refuses is not None))]),
+    (STORAGE_DOUBTS, lambda node: [((), node.load.doubts)]),
+    (STORAGE_DAMAGED, lambda node: [((), node.load.damaged)]),
 )
 
 

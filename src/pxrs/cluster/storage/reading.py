@@ -83,6 +83,13 @@ class EntryReader:
                         self.damaged[ledger, entry] = place.position
                 return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
 
+    def verify(self, ledger: str, entry: int) -> None:
+        """Read an entry, to find out whether it is damaged. If the node does not have it, nothing happens."""
+        found = self._read_one(ledger, entry, heads=False)
+        if found.error is None:
+            with self._lock:
+                self.damaged.pop((ledger, entry), None)
+
     def _has_moved(self, ledger: str, place: Place) -> bool:
         with self._lock:
             state = self._core.state(ledger)

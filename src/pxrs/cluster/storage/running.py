@@ -30,6 +30,7 @@ from pxrs.cluster.storage.collecting import Collector
 from pxrs.cluster.storage.identity import FULL, Started, start
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
 from pxrs.cluster.storage.registration import Registration
+from pxrs.cluster.storage.scrub import Scrubber
 from pxrs.cluster.storage.service import Standing, StorageService
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import CannotListen, LogError, PxrsError, RegistryError
@@ -97,6 +98,7 @@ class StorageServer:
         self._service: StorageService | None = None
         self._registration: Registration | None = None
         self._collector: Collector | None = None
+        self._scrubber: Scrubber | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._awaiting_room: asyncio.Task[None] | None = None
         self._is_stopping = asyncio.Event()
@@ -155,6 +157,8 @@ class StorageServer:
         await asyncio.to_thread(self._registration.start)
         if not started.is_read_only:  # garbage cannot be removed without a record of that
             self._collector.start()
+            self._scrubber = Scrubber(started.node, settings.directory, limits.scrub_bytes_s)
+            self._scrubber.start()
         self.is_serving = True
 
     async def _await_room(self) -> None:
@@ -259,6 +263,8 @@ class StorageServer:
 
     async def _leave(self) -> None:
         """End the registration and the calls of the present node."""
+        if self._scrubber is not None:
+            await asyncio.to_thread(self._scrubber.close)
         if self._collector is not None:
             await asyncio.to_thread(self._collector.close)
         if self._registration is not None:
