@@ -228,12 +228,8 @@ STORAGE_DAMAGED: Final = _metric(
 STORAGE_SCRUBBED: Final = _metric(
     "pxrs.storage.scrubbed", "counter", "By", "", "Bytes of sealed segments that were read to find damage."
 )
-STORAGE_SCRUB_PROGRESS: Final = _metric(
-    "pxrs.storage.scrub_progress",
-    "gauge",
-    "1",
-    "",
-    "The part of the sealed segments that was read in this round, 0 to 1.",
+STORAGE_SCRUB_LEFT: Final = _metric(
+    "pxrs.storage.scrub_left", "gauge", "By", "", "Bytes of sealed segments that this round has not read yet."
 )
 STORAGE_SCRUB_ENDED: Final = _metric(
     "pxrs.storage.scrub_ended", "gauge", "s", "", "When the last round ended, in seconds since 1970; 0: none has."

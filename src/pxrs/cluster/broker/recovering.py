@@ -14,8 +14,10 @@ from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.deciding import abandonment_of
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import Abandonment, TopicRecord, abandoned_key
-from pxrs.cluster.recovery import Action as RecoveryAction
 from pxrs.cluster.recovery import (
+    CHANGED,
+    DAMAGED,
+    FENCED,
     AddEntry,
     Closed,
     FenceNode,
@@ -25,6 +27,7 @@ from pxrs.cluster.recovery import (
     Recovery,
     Stopped,
 )
+from pxrs.cluster.recovery import Action as RecoveryAction
 from pxrs.cluster.replication import Change
 from pxrs.errors import (
     Conflict,
@@ -45,6 +48,12 @@ RETRY_S: Final = 0.5
 CALL_S: Final = 2.0
 """How long a node may take to answer one request."""
 
+_WHY: Final = {
+    FENCED: "a later recovery of it has begun",
+    CHANGED: "another process has changed its record",
+    DAMAGED: "an entry of it was confirmed, and none of its storage nodes has it: look for their former disks, or "
+    "abandon the nodes that had it (`pxrs cluster abandon`)",
+}
 _FENCE: Final = "fence"
 _MEASURE: Final = ("", "measure")
 
@@ -109,10 +118,23 @@ class Recoverer:
                 step = self._core.retry
             self._do(step())
         if isinstance(self._core.stopped, Stopped):
-            raise PartitionUnavailable(f"ledger {self._ledger}", f"its recovery stopped: {self._core.stopped.why}")
+            raise PartitionUnavailable(
+                f"ledger {self._ledger}", f"its recovery stopped: {_WHY[self._core.stopped.why]}"
+            )
+        closed = self._core.stopped
         if self._decided is not None:
             self._note_used(self._decided)
-        return self._core.stopped
+        if closed.record.doubted:
+            self._broker.news.record(
+                "ledger.ended_in_doubt",
+                topic=self._topic.topic.name,
+                topic_id=self._topic.topic.id,
+                partition=closed.record.partition,
+                ledger=closed.record.id,
+                end=closed.record.end,
+                nodes=list(closed.record.doubted),
+            )
+        return closed
 
     def _offer(self) -> None:
         """Offer every node that takes entries. The core leaves out those of the entry's own fragment; nodes that the

@@ -64,6 +64,7 @@ from pxrs.cluster.records import (
     checked_id,
     node_key,
 )
+from pxrs.cluster.storage import scrub
 from pxrs.cluster.storage.core import Cookie, Start, decide_start, has_many_tries, next_cookie, proven_end
 from pxrs.cluster.storage.format import FORMAT
 from pxrs.cluster.storage.mark import MarkFile
@@ -160,9 +161,9 @@ class Directory:
         disk.sync_folder(self.path)
 
     def move_aside(self) -> Path | None:
-        """Move `node.json` and the journal to a new folder. Returns the folder; None if there was nothing to move.
-        Raises OSError."""
-        found = [name for name in (COOKIE, JOURNAL) if (self.path / name).exists()]
+        """Move `node.json`, the journal and what is known of it to a new folder. Returns the folder; None if there was
+        nothing to move. Raises OSError."""
+        found = [name for name in (COOKIE, JOURNAL, scrub.FILE) if (self.path / name).exists()]
         if not found:
             return None
         aside = self.path / f"{ASIDE}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}"

@@ -34,7 +34,7 @@ from pxrs.cluster.storage.format import HEADER_BYTES_MAX, Kind, Record, decode, 
 from pxrs.cluster.storage.node import StorageNode
 from pxrs.errors import Closed, DamagedFrame, PxrsError
 from pxrs.log.directory.segments.files import pread
-from pxrs.metrics.instruments import STORAGE_SCRUB_ENDED, STORAGE_SCRUB_PROGRESS, STORAGE_SCRUBBED
+from pxrs.metrics.instruments import STORAGE_SCRUB_ENDED, STORAGE_SCRUB_LEFT, STORAGE_SCRUBBED
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Scrubber:
         self._kept_at = 0.0
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
-        STORAGE_SCRUB_PROGRESS.watch(self, lambda scrubber: [((), scrubber.progress)])
+        STORAGE_SCRUB_LEFT.watch(self, lambda scrubber: [((), scrubber.left)])
         STORAGE_SCRUB_ENDED.watch(self, lambda scrubber: [((), scrubber.place.ended_at)])
 
     def start(self) -> None:
@@ -89,13 +89,12 @@ class Scrubber:
             self._thread = None
 
     @property
-    def progress(self) -> float:
-        """The part of the sealed segments that was read in this round."""
+    def left(self) -> int:
+        """How many bytes of sealed segments this round has not read yet."""
         with self._node.lock:
             bases = self._node.journal.bases
-            whole = bases[-1] - bases[0]
-            read = self.place.position - bases[0]
-        return min(max(read / whole, 0.0), 1.0) if whole else 1.0
+            sealed = [(base, self._node.journal.segment_end(base)) for base in bases[:-1]]
+        return sum(max(end - max(base, self.place.position), 0) for base, end in sealed)
 
     def _run(self) -> None:
         for ledger, entry in self.place.damaged:  # found by an earlier process
