@@ -1,8 +1,8 @@
 """One damaged disk among three loses nothing, and the partition is served again (C7, C8, C9). With real processes.
 
 The schedule: the last message is acknowledged by two nodes, and the third one never gets it. The broker and one of the
-two are killed, the disk of that one is damaged, and everything is started again. The other one is alive all the time, or
-hangs for a while and answers late.
+two are killed, the disk of that one is damaged, and everything is started again. The other one is alive all the time,
+or hangs for a while and answers late.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,15 @@ pytest.importorskip("grpc")
 
 import pxrs
 from pxrs import registry as registries
+from pxrs.cluster import records
 from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.links import NodeLink
 from pxrs.cluster.status import read_status
 from pxrs.cluster.storage.format import Record, seed_of
 from pxrs.cluster.storage.opening import parts
 from pxrs.log.directory.segments.files import segment_bases, segment_path
 from pxrs.testing.cluster_processes import ClusterProcesses
+from pxrs.testing.forked import run_text
 from pxrs.testing.servers import StorageServer
 from pxrs.testing.waiting import eventually
 from tests.integration.cluster.test_nodes import all_nodes_have, is_served, last_ledger, send, stored
@@ -78,13 +82,9 @@ def damage(node: StorageServer, kind: str, copy: Path) -> None:
     path, record, base = last_record(node)
     at = record.position - base
     if kind == "cut":
-        os.truncate(path, at - 0 if record.follows == 0 else at)
+        os.truncate(path, at)
         return
-    with path.open("r+b") as file:
-        file.seek(at + (40 if kind == "header" else record.header_bytes + record.body_bytes // 2))
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 4]))
+    flip(path, at + (40 if kind == "header" else record.header_bytes + record.body_bytes // 2))
 
 
 def is_whole(cluster: ClusterProcesses) -> bool:
@@ -159,3 +159,64 @@ def test_c7_one_damaged_disk_loses_no_acknowledged_message_and_the_partition_is_
 def has_last(node: StorageServer, cluster: ClusterProcesses) -> bool:
     """Whether the node's journal has the entries of the last ledger that were sent to it."""
     return last_record(node)[1].ledger == last_ledger(cluster).id
+
+
+def exit_code(cluster: ClusterProcesses) -> int:
+    """Of `pxrs cluster status`."""
+    return run_text("pxrs.cli", ["cluster", "status", "--registry", cluster.registry]).returncode
+
+
+def lacking(cluster: ClusterProcesses, node: StorageServer) -> list[tuple[str, int]]:
+    """The entries of closed ledgers that the node should have and cannot return."""
+    found = []
+    with registries.open(cluster.registry) as registry, closing(NodeLink(node.node, node.address)) as link:
+        for each in registry.scan(records.LEDGERS):
+            ledger = LedgerRecord.parse(each.key, each.value)
+            if ledger.is_closed and ledger.last is not None and node.node in ledger.named:
+                answers = link.read(ledger.id, 0, ledger.last) if ledger.last >= 0 else []
+                found += [(ledger.id, answer.entry) for answer in answers if answer.head is None]
+    return found
+
+
+def test_rot_in_sealed_segments_is_told_and_mended_without_an_operator(tmp_path: Path) -> None:
+    with ClusterProcesses(
+        f"file:{tmp_path / 'registry'}",
+        brokers=1,
+        nodes=3,
+        lease_s=LEASE_S,
+        node_timeout_s=NODE_TIMEOUT_S,
+        node_flags=[
+            *("--limit", "alive_s=0.1", "--limit", "segment_bytes=20000", "--limit", "scrub_round_s=0.3"),
+            *("--mark-dir", str(tmp_path)),
+        ],
+    ) as cluster:
+        with pxrs.open(cluster.url) as hub:
+            hub.create_topic("t", partitions=1, segment_bytes=10_000)
+            values = [b"%d" % number * 1_000 for number in range(60)]
+            for value in values:
+                send(hub, [value])
+        node = cluster.nodes[SEED % 3].process
+        eventually(lambda: is_whole(cluster) and not lacking(cluster, node), PATIENCE_S, what=cluster.logs)
+        assert exit_code(cluster) == 0
+        journal = str(node.data / "journal")
+        sealed = segment_bases(journal)[:2]
+        for base, offset in zip(sealed, (40, 160), strict=True):  # a header, and a body
+            flip(Path(segment_path(journal, base)), offset)
+        eventually(lambda: not is_whole(cluster), PATIENCE_S, what=cluster.logs)
+        assert exit_code(cluster) == 1 or is_whole(cluster)
+        eventually(lambda: is_whole(cluster), PATIENCE_S, what=cluster.logs)
+        assert exit_code(cluster) == 0
+        assert lacking(cluster, node) == []
+        node.kill()
+        node.start()
+        assert lacking(cluster, node) == []
+        with pxrs.open(cluster.url) as hub:
+            assert stored(hub) == values
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))

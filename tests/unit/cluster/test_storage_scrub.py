@@ -118,7 +118,7 @@ def test_the_place_and_what_was_found_are_kept_over_a_restart(folder: Path, regi
         scrubber._keep()
     with started(folder, registry, segment_bytes=600) as found:
         assert found.node.load.damaged == 0
-        again = Scrubber(found.node, folder, 1 << 30)
+        again = Scrubber(found.node, folder, 1 << 30, 60.0)
         assert again.place.position == place
         again.start()
         until = time.monotonic() + 30
@@ -152,7 +152,7 @@ def test_records_that_are_longer_than_a_piece_or_cross_its_end_are_checked(
 
 def test_a_thread_reads_no_faster_than_it_may(folder: Path, registry: Registry) -> None:
     with filled(folder, registry) as (found, _):
-        scrubber = Scrubber(found.node, folder, 1_000)
+        scrubber = Scrubber(found.node, folder, 1_000, 60.0)
         began = time.monotonic()
         scrubber.start()
         while scrubber.place.position < 1_200:

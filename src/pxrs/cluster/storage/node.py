@@ -80,6 +80,8 @@ class Load(NamedTuple):
     """How many ledgers are in doubt."""
     damaged: int
     """How many entries are known to be damaged, and how many ranges of the journal."""
+    cleared: int
+    """How many records of closed ledgers this process has changed because the node lacks entries of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class StorageNode:
             on_synced=lambda end: self.on_synced(end),
         )
         self.cleared = 0
-        """How many records of closed ledgers this process has changed because the node lacks entries of them."""
+        """See `Load.cleared`."""
         self.is_unchecked = not self.is_proven or self.journal.is_unchecked
         """Whether closed ledgers may lack entries that the node had, and were not compared with the index since."""
         for base in bases:
@@ -168,7 +170,8 @@ class StorageNode:
         free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
             damaged = len(self._reader.damaged) + sum(not each.is_torn for each in self.journal.lost)
-            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses, len(self.index.doubts), damaged)
+            doubts = len(self.index.doubts)
+            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses, doubts, damaged, self.cleared)
 
     # Doubt.
 

@@ -77,10 +77,12 @@ class EntryReader:
             except (DamagedFrame, OSError) as error:
                 if self._has_moved(ledger, place):
                     continue
-                _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
                 with self._lock:
+                    is_known = self.damaged.get((ledger, entry)) == place.position
                     if len(self.damaged) < DAMAGED_MAX:
                         self.damaged[ledger, entry] = place.position
+                if not is_known:
+                    _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
                 return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
 
     def verify(self, ledger: str, entry: int) -> None:

@@ -132,7 +132,7 @@ class Registration:
             refuses,
             doubts=load.doubts,
             damaged=load.damaged,
-            cleared=self._node.cleared,
+            cleared=load.cleared,
         )
         self._registry.commit(ephemeral={alive_key(self._node.id): alive.dump()}, lease=self._lease)
         self._shown = load
@@ -191,12 +191,8 @@ def older_registry(record: NodeRecord, starts: int, recorded_end: int) -> str | 
 
 def _differs(now: Load, shown: Load) -> bool:
     """Whether the load has changed enough to be written."""
-    if (now.refuses, now.ledgers, now.doubts, now.damaged) != (
-        shown.refuses,
-        shown.ledgers,
-        shown.doubts,
-        shown.damaged,
-    ):
+    exact = ("refuses", "ledgers", "doubts", "damaged", "cleared")
+    if any(getattr(now, name) != getattr(shown, name) for name in exact):
         return True
     return any(
         abs(a - b) > CHANGE * max(b, 1 << 20) for a, b in ((now.bytes, shown.bytes), (now.free_bytes, shown.free_bytes))

@@ -157,7 +157,7 @@ class StorageServer:
         await asyncio.to_thread(self._registration.start)
         if not started.is_read_only:  # garbage cannot be removed without a record of that
             self._collector.start()
-            self._scrubber = Scrubber(started.node, settings.directory, limits.scrub_bytes_s)
+            self._scrubber = Scrubber(started.node, settings.directory, limits.scrub_bytes_s, limits.scrub_round_s)
             self._scrubber.start()
         self.is_serving = True
 

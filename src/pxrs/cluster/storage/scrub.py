@@ -45,8 +45,6 @@ BUSY_MAX: Final = 0.03
 """The part of the time for which the thread is busy at most."""
 IDLE_S: Final = 5.0
 """The pause if there is no sealed segment, or `scrub_bytes_s` is 0."""
-ROUND_S_MIN: Final = 60.0
-"""How long a round takes at least: a small journal is not read all the time."""
 KEEP_S: Final = 10.0
 """How often the place is written to the file at most."""
 
@@ -68,9 +66,9 @@ class Place:
 class Scrubber:
     """Runs from `start` to `close`."""
 
-    def __init__(self, node: StorageNode, directory: Path, bytes_s: int) -> None:
-        """bytes_s: how many bytes are read a second at most; 0: none."""
-        self._node, self._path, self._bytes_s = node, directory / FILE, bytes_s
+    def __init__(self, node: StorageNode, directory: Path, bytes_s: int, round_s: float = 0.0) -> None:
+        """bytes_s: how many bytes are read a second at most; 0: none. round_s: how long a round takes at least."""
+        self._node, self._path, self._bytes_s, self._round_s = node, directory / FILE, bytes_s, round_s
         self.place = _load(self._path)
         self._kept_at = 0.0
         self._is_closing = threading.Event()
@@ -116,7 +114,7 @@ class Scrubber:
                     _logger.warning("the segments could not be checked, trying again: %s", error)
             busy_s = time.monotonic() - began
             STORAGE_SCRUBBED.of().add(size)
-            pause_s = max(size / self._bytes_s - busy_s, busy_s / BUSY_MAX) if size else IDLE_S
+            pause_s = max(size / self._bytes_s - busy_s, busy_s / BUSY_MAX) if size else min(IDLE_S, self._round_s)
             self._is_closing.wait(pause_s)
         self._keep()
 
@@ -127,7 +125,7 @@ class Scrubber:
             sealed = [(base, node.journal.segment_end(base)) for base in node.journal.bases[:-1]]
             sealed = [each for each in sealed if each[1] > place.position]
         if not sealed:
-            if place.position and time.time() - place.began_at < ROUND_S_MIN:
+            if place.position and time.time() - place.began_at < self._round_s:
                 return 0
             place.ended_at, place.position = time.time(), 0
             place.began_at = place.ended_at
