@@ -1,5 +1,5 @@
-"""Simulated clusters whose disks lose what they had synced (C7, C8, C9): nothing that was acknowledged is lost, all come
-to rest, and each defect of the protocol is caught by at least one in a hundred of these schedules.
+"""Simulated clusters whose disks lose what they had synced (C7, C8, C9): nothing that was acknowledged is lost, all
+come to rest, and each defect of the protocol is caught by at least one in a hundred of these schedules.
 
 How many of 3,000 schedules catch each defect, in percent:
 
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest  # noqa
+import pytest
 
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.recovery import MISSING, Recovery, Searched
 from pxrs.cluster.replication import LedgerWriter
 from pxrs.cluster.storage.core import DoubtItem, Entries, JournalItem, NodeCore, Outcome
-from pxrs.testing.simulator.cluster_machine import Disk, Machine
+from pxrs.testing.simulator.cluster_machine import Machine
 from pxrs.testing.simulator.cluster_schedule import ClusterDefects
 from pxrs.testing.simulator.cluster_simulation import simulate_cluster
 from pxrs.testing.simulator.cluster_themes import DAMAGED
@@ -70,9 +70,7 @@ class ScansEarly(Machine):
     """The ledgers' records are read before the start is committed, while another process is still the node."""
 
     def begin_doubt(self) -> None:
-        early, self.scanned = self.scanned, None
-        self.is_early = early is not None
-        self.early = early
+        self.early, self.scanned = self.scanned, None
         super().begin_doubt()
 
     def scan(self) -> tuple[list[str], list[str]]:
@@ -127,13 +125,16 @@ class RefusalsBeatCopies(Recovery):
     """An entry that enough nodes do not have is left out although a node has returned it."""
 
     def _look(self) -> list[Any]:
-        searched: Searched | None = self._searched.get(self.cursor)
-        is_open = self._proposed is None and not self.stopped and not self._is_measuring
-        if searched is not None and searched.head is not None and is_open and self.cursor > self.lac:
-            if len(searched.copies) < self.record.quorum.ack_quorum and self._is_missing(self.cursor, searched.answers):
-                searched.head = None
-                return self._finish()
+        searched = self._searched.get(self.cursor)
+        if searched is not None and self._is_left_out(searched):
+            searched.head = None
+            return self._finish()
         return super()._look()
+
+    def _is_left_out(self, searched: Searched) -> bool:
+        is_open = self._proposed is None and not self.stopped and not self._is_measuring
+        is_found = searched.head is not None and len(searched.copies) < self.record.quorum.ack_quorum
+        return is_open and is_found and self.cursor > self.lac and self._is_missing(self.cursor, searched.answers)
 
 
 class ClosesAsCompleteAfterDoubt(LedgerWriter):
@@ -170,9 +171,41 @@ MUTATIONS = [
 ]
 
 
-def is_caught(seed: int, mutation: Mutation) -> bool:
-    try:
-        simulate_cluster(seed, mutation.defects, theme=DAMAGED)
-    except Violation:
-        return True
-    return False
+def seeds_to_catch(mutation: Mutation) -> list[int] | None:
+    """The seeds that were tried, of which the last one has caught the defect."""
+    tried: list[int] = []
+    for seed in (*range(mutation.first_seed, SEEDS), *range(mutation.first_seed)):
+        tried.append(seed)
+        try:
+            simulate_cluster(seed, mutation.defects, theme=DAMAGED)
+        except Violation:
+            return tried
+    return None
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_defect_is_caught_and_the_sound_code_passes_the_same_seeds(mutation: Mutation) -> None:
+    tried = seeds_to_catch(mutation)
+    assert tried is not None, f"not caught within {SEEDS} seeds"
+    for seed in tried:
+        simulate_cluster(seed, theme=DAMAGED)
+
+
+@pytest.mark.skipif(not IS_SOAK, reason="takes minutes; `make soak` runs it")
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_defect_is_caught_by_one_schedule_in_a_hundred(mutation: Mutation) -> None:
+    caught = 0
+    for seed in range(3_000):
+        try:
+            simulate_cluster(seed, mutation.defects, theme=DAMAGED)
+        except Violation:
+            caught += 1
+    assert caught >= 30
+
+
+def test_damage_within_the_quorum_loses_nothing_and_every_cluster_comes_to_rest() -> None:
+    faults: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        faults.update(simulate_cluster(seed, theme=DAMAGED).counts)
+    assert {name: faults[name] for name in FAULTS if faults[name] < SEEDS / 100} == {}
+    assert faults["beyond"] < SEEDS / 4, "few schedules end early"

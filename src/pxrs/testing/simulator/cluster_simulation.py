@@ -297,7 +297,7 @@ class ClusterSimulation(ClusterSchedule):
         a, b, c = (self.machine_of(node) for node in nodes[:3])
         owned = broker.owned[record.topic_id, record.partition]
         writer = owned.writer
-        kinds = ("lost", "turned", *["moved"] * 5, *["begun", "fence"] * 3, *["lac"] * 30 * self.is_beyond)
+        kinds = ("lost", "turned", *["moved", "begun", "fence"] * 4, *["lac"] * 16 * self.is_beyond)
         kind = rng.choice(kinds)
         if self.copied is not None and self.copied[0] in (a, b, c) and self.copied[1] != record.id:
             kind = "begun"
