@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pxrs.cluster.records import NodeRecord, OwnerRecord, node_key, owner_key
 from pxrs.cluster.storage import mark
 from pxrs.cluster.storage.collecting import Collector
 from pxrs.cluster.storage.core import Mark, proven_end
+from pxrs.cluster.storage.format import Kind, Record, decode, encode, seed_of
 from pxrs.cluster.storage.identity import Started, start
 from pxrs.cluster.storage.mark import MarkFile
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
@@ -29,6 +31,13 @@ from tests.unit.cluster.stored import TOPIC, add, entry, fast_folder, stored
 
 SEGMENT_BYTES = 600
 ADDRESS = "127.0.0.1:1"
+GOLDEN = Path(__file__).parents[2] / "golden" / "storage-node-1"
+DOUBT = (
+    "50584a5201052400000000000100000000100000000000000000000000000000ffffffffffffffffffffffffffffffff"
+    "00000000000000000000000000000000000000000000000000000000000000000000000000000000869b0851e3f7bc0c"
+    "35353535353535353535353535353535353535353535353535353535353535352f302f3300000000"
+)
+"""The record of a doubt in the journal (docs/cluster-format.md)."""
 
 
 @pytest.fixture
@@ -382,3 +391,37 @@ def test_c7_a_damaged_node_takes_entries_again_when_it_lacks_nothing(folder: Pat
         assert found.node.is_proven
         assert found.node.refuses is None
         assert stored(found.node, first.id, 7) == [*range(8)]
+
+
+# What is stored.
+
+
+def test_a_directory_of_the_time_before_doubt_opens_and_is_in_doubt(folder: Path, registry: Registry) -> None:
+    """As tests/golden/storage-node-1/make.py has made it, with the code of that time."""
+    shutil.copytree(GOLDEN / "old", folder / "node")
+    told = json.loads((GOLDEN / "record.json").read_text())
+    registry.commit(
+        put={
+            records.CLUSTER_ID: json.dumps({"id": told["cluster"]}).encode(),
+            node_key(told["node"]): json.dumps(told["record"]).encode(),
+        }
+    )
+    first = ledger(0, told["node"])
+    put(registry, first)
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        assert found.node.id == told["node"]
+        assert not found.node.is_proven
+        assert answers(found.node, first, 7) == "+++++++?"
+        assert stored(found.node, f"{TOPIC}/1/0") == [0, 1, 2]
+        assert found.node.page(f"{TOPIC}/1/0", -1, 1).fence == 2
+        assert isinstance(add(found.node, entry(0, f"{TOPIC}/2/7"))[0], LedgerRemoved)
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        assert found.node.is_proven
+        assert answers(found.node, first, 7) == "+++++++?"
+
+
+def test_the_bytes_of_a_doubt_are_these() -> None:
+    record = Record(Kind.DOUBT, f"{TOPIC}/0/3")
+    found = encode(record, 4_096, 1, seed_of("node-1"))
+    assert found.hex() == DOUBT
+    assert decode(memoryview(found), 96, 4_000, seed_of("node-1"), "") == record._replace(position=4_096, follows=1)
