@@ -185,6 +185,7 @@ class Repairs:
         now = {node: (found.starts, found.cleared) for node, found in alive.items()}
         changed = {node for node, count in now.items() if count[1] and self._cleared.get(node) != count}
         if changed:
+            self._staged.read_again(changed)
             for place, partition in partitions.items():
                 known = {
                     record.id: record for record in partition.chain if record.is_complete and record.named & changed
