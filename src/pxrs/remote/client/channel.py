@@ -9,6 +9,7 @@ finish: the channel is closed when the last of them has ended.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,16 +70,19 @@ class Channel:
     @contextmanager
     def used(self) -> Iterator[None]:
         """A stream is open on this channel during the block."""
+        pid = os.getpid()
         with self._lock:
             self._users += 1
         try:
             yield
         finally:
-            with self._lock:
-                self._users -= 1
-                is_last = self._is_retired and not self._users
-            if is_last:
-                self.close()
+            # Not in a forked child: a thread that does not exist there may hold the lock.
+            if os.getpid() == pid:
+                with self._lock:
+                    self._users -= 1
+                    is_last = self._is_retired and not self._users
+                if is_last:
+                    self.close()
 
     def retire(self) -> None:
         """Close it when no stream is open on it any more, in DRAIN_S_MAX at the latest."""

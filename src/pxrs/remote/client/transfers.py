@@ -8,6 +8,7 @@ up after BREAKS_MAX of them without any progress in between.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,10 @@ STALLED_S: Final = 60.0
 batch as soon as it has it. Twice as long as a busy server lets a stream wait before it ends the stream itself."""
 PAUSE_S: Final = (0.05, 1.0)
 """After a break: the shortest pause, which grows, and the longest."""
+_inherited: Final[list[Any]] = []
+"""In a forked child: streams that its parent reads, and that the child has let go of. gRPC takes the lock of a stream
+to cancel it, and also when it is freed. A thread that only the parent has may have held that lock at the fork, and the
+child would wait for ever. So it does neither."""
 
 
 def settings_of(url: str, token: str | None) -> Settings:
@@ -134,7 +139,7 @@ def messages(
 
     channel: that of the connection"""
     call: Any = None
-    limit = Limit(STALLED_S)
+    limit, pid = Limit(STALLED_S), os.getpid()
     try:
         with answers():
             call = channel.get(flight.ticket(wire.dumps(ticket)), metadata=channel.metadata)
@@ -146,8 +151,10 @@ def messages(
                         yield message, wire.loads(message.app_metadata)
                     limit.wait()
     finally:
-        if call is not None:
+        if call is not None and os.getpid() == pid:
             call.cancel()
+        elif call is not None:
+            _inherited.append(call)
 
 
 def read_range(
