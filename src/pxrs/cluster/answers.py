@@ -53,8 +53,6 @@ class IndexPage(NamedTuple):
     fenced: int | None
     """The highest recovery number with which the ledger is fenced on the node; None if it is not fenced."""
     has_more: bool
-    may_lack: bool = False
-    """The node may have lost entries of the ledger (C7): it is in doubt about it, or cannot read some."""
 
 
 class Hello(NamedTuple):

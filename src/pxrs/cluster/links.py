@@ -286,13 +286,18 @@ class NodeLink:
             (entry, EntryHead(offset, rows, size, last_timestamp, stored_at, 0))
             for entry, offset, rows, size, last_timestamp, stored_at in found["entries"]
         ]
-        may_lack = bool(found.get("may_lack"))
-        return IndexPage(entries, int(found["lac"]), found["fenced"], bool(found["more"]), may_lack)
+        return IndexPage(entries, int(found["lac"]), found["fenced"], bool(found["more"]))
 
     def ledgers(self, after: str = "", limit: int = 10_000, timeout_s: float | None = None) -> tuple[list[str], bool]:
         """The first `limit` ids after `after` of ledgers that the node has, and whether there are more. Raises as
         `index`."""
         found = self._call(messages.LEDGERS, {"after": after, "limit": limit}, timeout_s)
+        return [str(each) for each in found["ledgers"]], bool(found["more"])
+
+    def lacking(self, after: str = "", limit: int = 10_000, timeout_s: float | None = None) -> tuple[list[str], bool]:
+        """As `ledgers`, only those of which the node may have lost entries (C7): it is in doubt about them, or cannot
+        read some."""
+        found = self._call(messages.LACKING, {"after": after, "limit": limit}, timeout_s)
         return [str(each) for each in found["ledgers"]], bool(found["more"])
 
     def collect(self, timeout_s: float | None = None) -> Mapping[str, Any]:

@@ -100,15 +100,17 @@ def _disk(node: NodeStatus) -> Iterator[Attention]:
     if node.doubts:
         text = (
             f"{name} is in doubt about {counted(node.doubts, 'ledger')}: it may have lost entries of them; keep the "
-            "other storage nodes running, from which brokers find out"
+            "other storage nodes running, which have the other copies"
         )
         yield Attention(True, "node", node.id, text)
     if node.damaged:
         text = (
-            f"{name} has {counted(node.damaged, 'damaged entry', 'damaged entries')} that are not repaired yet: check "
-            "its disk; brokers make the copies anew from other storage nodes"
+            f"{name} has {counted(node.damaged, 'damaged place', 'damaged places')} on its disk that are not repaired "
+            "yet: check the disk; brokers make the copies anew from other storage nodes"
         )
         yield Attention(True, "node", node.id, text)
+    if node.is_unchecked:
+        yield Attention(True, "node", node.id, f"{name} compares what it has with what the ledgers' records say")
 
 
 def _doubted(found: ClusterStatus) -> Iterator[Attention]:

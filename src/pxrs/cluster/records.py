@@ -252,6 +252,8 @@ class AliveNode:
     """How many ledgers are in doubt: the node does not know which of their entries it has lost (C7)."""
     damaged: int = 0
     """How many entries, or ranges of the journal, are damaged and not repaired yet."""
+    is_unchecked: bool = False
+    """The node has started in doubt, and has not compared all closed ledgers with its journal yet."""
     cleared: int = 0
     """How often this process has cleared `is_complete` of a closed ledger's record, because the node lacks entries of
     it. A change tells brokers to read the records of the node's ledgers again."""

@@ -117,10 +117,12 @@ class Recovery:
         epoch: int,
         *,
         abandoned: Collection[str] = (),
+        confirmed: int = -1,
         window: int = WINDOW,
     ) -> None:
         """record, version: the ledger's record, open or recovering, read after the partition was claimed. epoch: that
-        of the claim. abandoned: nodes without which an operator has decided to continue."""
+        of the claim. abandoned: nodes without which an operator has decided to continue. confirmed: an entry that the
+        caller knows to be confirmed, with all before it."""
         self.version = version
         self.record = record
         """The record as last committed. Its fragments are those of the writer."""
@@ -130,7 +132,7 @@ class Recovery:
         self.window = window
         self.refusals = record.quorum.refusals
         """How many nodes of a write set must be fenced, or must not have the entry: see `Quorum.refusals`."""
-        self.lac = record.confirmed
+        self.lac = max(record.confirmed, confirmed)
         """The highest entry that is known to be confirmed."""
         self.cursor = -1
         """The first entry that is not known to have Qa copies; -1 until enough nodes are fenced."""
@@ -206,6 +208,8 @@ class Recovery:
         self._fenced.add(node)
         self._failed.discard(node)
         self.lac = max(self.lac, lac)
+        if 0 <= self.cursor <= self.lac and self._proposed is None:
+            self._take_back()
         return self._look()
 
     def found(self, node: str, entry: int, head: EntryHead, body: Any) -> list[Action]:
@@ -218,12 +222,34 @@ class Recovery:
         if searched is not None:
             if searched.head is None:
                 searched.head, searched.body = head, body
-                if entry == self.cursor:  # an end before this entry was decided, and is not proposed yet
-                    self._is_measuring, self._doubted = False, ()
+                if entry == self.cursor:
+                    self._take_back()
             position = self.planned.position_of(node, entry)
             if position is not None:
                 searched.copies.add(position)
         return self._look()
+
+    def _take_back(self) -> None:
+        """An end before the cursor may have been decided, and is not proposed yet: it was wrong."""
+        self._is_measuring, self._doubted, self.left_out = False, (), None
+
+    def awaited(self) -> tuple[int | None, dict[str, str | None]]:
+        """What the recovery waits for. None and the nodes that are not fenced; or the entry at the cursor, and what the
+        nodes of its write set have answered: None if a node has not."""
+        if self.cursor < 0:
+            return None, {
+                str(node): None
+                for fragment, _ in unsettled(self.record, self.lac)
+                for node in fragment.nodes
+                if not self._is_out(node) and node not in self._fenced
+            }
+        searched = self._searched.get(self.cursor)
+        answers = {} if searched is None or searched.head is not None else searched.answers
+        return self.cursor, {
+            str(node): answers.get(position)
+            for position, node in self.record.nodes_of(self.cursor)
+            if not self._is_out(node) and (searched is None or searched.head is None)
+        }
 
     def missing(self, node: str, entry: int) -> list[Action]:
         """The node does not have the entry, and will accept it from this recovery only: the read has fenced the
@@ -290,7 +316,9 @@ class Recovery:
             searched.has_waited = True
         if self._is_measuring and self.cursor > 0:
             return [Measure(self.cursor - 1)]
-        actions = self._fence_more() if self.cursor < 0 else [*self._read_anchor(), *self._read(self._searched)]
+        actions = self._fence_more()  # also after enough are fenced: the others may know of confirmed entries
+        if self.cursor >= 0:
+            actions += [*self._read_anchor(), *self._read(self._searched)]
         return [*actions, *self._look()]
 
     def measured(self, last: int, size: int) -> list[Action]:
@@ -385,7 +413,10 @@ class Recovery:
     def _is_refuted(self, entry: int, searched: Searched) -> bool:
         """Whether the ledger may end before this entry, which no node has returned."""
         if self._is_settled(entry, searched.answers):
-            return True
+            if self._has_abandoned(entry) or self._is_missing(entry, searched.answers):
+                return True
+            # It ends by nodes that do not know: each of them must have told what it knows to be confirmed.
+            return self._fenced.issuperset(node for _, node in self.record.nodes_of(entry) if node is not None)
         return searched.has_waited and not self._has_abandoned(entry) and self._is_missing(entry, searched.answers)
 
     def _is_missing(self, entry: int, answers: Mapping[int, str]) -> bool:

@@ -211,6 +211,10 @@ class LedgerWriter:
         if position is None or self.stopped or self._slots[position].tenure != tenure:
             return []
         self._slots[position].is_failed = True
+        if is_lasting:
+            # It may have lost what it has acknowledged. What is confirmed already is made good by a repair.
+            for entry in range(self.confirmed + 1, self.next):
+                self._acks[entry] &= ~(1 << position)
         return self._propose()
 
     def doubted(self, node: str) -> list[Action]:

@@ -84,6 +84,8 @@ class NodeStatus:
     """The number of ledgers about which the node is in doubt (C7); 0 for a node that is away, like the next field."""
     damaged: int = 0
     """The number of damaged entries on the node that are not repaired yet."""
+    is_unchecked: bool = False
+    """The node has started in doubt, and has not compared all closed ledgers with its disk yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,7 @@ class ClusterStatus:
     def has_faults(self) -> bool:
         """Whether a partition is not served, a ledger lacks copies, nothing can be stored in a topic, a placement
         function fails, or a node is in doubt or has damaged entries. `pxrs cluster status` then exits with 1."""
-        is_disk_bad = any(node.doubts or node.damaged for node in self.nodes)
+        is_disk_bad = any(node.doubts or node.damaged or node.is_unchecked for node in self.nodes)
         is_unserved = self.without_owner or self.unserved or self.unserved_more
         return bool(is_unserved or self.under_replicated or self.cannot_store or self.placements or is_disk_bad)
 
@@ -488,6 +490,7 @@ def _nodes(found: Found) -> tuple[NodeStatus, ...]:
                 named[node],
                 shown.doubts,
                 shown.damaged,
+                shown.is_unchecked,
             )
         )
     return tuple(nodes)

@@ -316,7 +316,7 @@ def test_a_placement_function_that_raises_is_told_and_holds_up_no_other_topic(
     # The repairs of every topic go on.
     owned = broker.ownership.owned(topic.id, 0)
     assert owned is not None
-    monkeypatch.setattr(OwnedPartition, "tend", lambda each, live: broker.broker.ensemble(each.topic))
+    monkeypatch.setattr(OwnedPartition, "tend", lambda each, live, lacking: broker.broker.ensemble(each.topic))
     broker.repairs._look()
     monkeypatch.setattr(repairs, "needs_repair", lambda record, live: True)
     monkeypatch.setattr(repairs, "is_repairable", repairable)

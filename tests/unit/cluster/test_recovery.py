@@ -11,6 +11,8 @@ from pxrs.cluster.recovery import (
     CHANGED,
     DAMAGED,
     FENCED,
+    UNKNOWN,
+    UNREADABLE,
     AddEntry,
     Closed,
     FenceNode,
@@ -185,7 +187,9 @@ def test_c8_b_if_every_node_has_answered_and_some_do_not_know_the_ledger_ends_an
     recovery.doubtful("a", 0)
     recovery.doubtful("b", 0)
     assert after_a_while(recovery) == [] == recovery.failed("c"), "one is silent"
-    closed = proposed(recovery.missing("c", 0)).record
+    assert recovery.missing("c", 0) == [], "and may know that the entry is confirmed"
+    assert FenceNode("c", 1) in recovery.retry()
+    closed = proposed(recovery.fenced("c", -1)).record
     assert (closed.last, closed.doubted) == (-1, ("a", "b"))
     assert LedgerRecord.parse(closed.key, closed.dump()) == closed
     sure, _ = fenced("a", "b")
@@ -214,6 +218,37 @@ def test_c8_the_ledger_does_not_end_at_or_before_what_a_late_answer_to_a_fence_s
     found, _ = fenced("a", "b")
     found.fenced("c", 0)
     assert [action.lac for action in found.found("c", 0, head(0), b"x") if isinstance(action, AddEntry)] == [-1, -1]
+
+
+def test_c8_what_is_heard_to_be_confirmed_takes_an_end_back_that_is_not_proposed() -> None:
+    recovery, _ = fenced("a", "b", lac=1)
+    recovery.found("a", 1, head(1), b"x")
+    recovery.missing("a", 2)
+    recovery.missing("b", 2)
+    assert after_a_while(recovery) == [Measure(1)]
+    recovery.fenced("c", 2)
+    assert recovery.measured(1, 10) == []
+    assert adds(recovery.found("c", 2, head(2), b"x")) == [("a", 2), ("b", 2)]
+
+
+def test_c8_what_the_owner_has_confirmed_itself_is_no_end() -> None:
+    recovery, _ = fenced("a", "b", "c", confirmed=0)
+    for node in "ab":
+        recovery.doubtful(node, 0)
+    assert recovery.doubtful("c", 0) == []
+    for node in "ab":
+        recovery.doubtful(node, 1)
+    assert recovery.doubtful("c", 1) == [Stopped(DAMAGED, recovery.record, 6)], "entry 0 is the anchor"
+
+
+def test_a_recovery_tells_what_it_waits_for() -> None:
+    recovery, _ = begun()
+    recovery.fenced("a", -1)
+    assert recovery.awaited() == (None, {"b": None, "c": None})
+    recovery.fenced("b", -1)
+    recovery.doubtful("a", 0)
+    recovery.unreadable("b", 0)
+    assert recovery.awaited() == (0, {"a": UNKNOWN, "b": UNREADABLE, "c": None})
 
 
 def test_c6_an_operator_who_abandons_nodes_accepts_that_others_do_not_know() -> None:

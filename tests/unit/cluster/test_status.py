@@ -194,12 +194,17 @@ def test_a_placement_function_that_fails_is_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "words"), [("doubts", "is in doubt about 2 ledgers"), ("damaged", "has 2 damaged entries")]
+    ("field", "words"),
+    [
+        ("doubts", "is in doubt about 2 ledgers"),
+        ("damaged", "has 2 damaged places"),
+        ("is_unchecked", "compares what it has"),
+    ],
 )
 def test_c7_a_node_in_doubt_or_with_damaged_entries_is_a_fault(field: str, words: str) -> None:
-    bad = replace(FOUND.alive["b"], **{field: 2})
+    bad = replace(FOUND.alive["b"], **{field: True if field == "is_unchecked" else 2})
     found = assemble(replace(OWNED, alive={**FOUND.alive, "b": AliveNode.parse("k", bad.dump())}))
-    assert [getattr(node, field) for node in found.nodes] == [0, 2, 0, 0]
+    assert [bool(getattr(node, field)) for node in found.nodes] == [False, True, False, False]
     assert found.has_faults
     (told,) = problems(found)
     assert told.is_urgent

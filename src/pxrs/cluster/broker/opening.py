@@ -12,7 +12,7 @@ from pxrs.cluster import records
 from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import STATE_ENTRY, load_state, origin_heads
-from pxrs.cluster.broker.opened import Opened
+from pxrs.cluster.broker.opened import Opened, counts
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.recovering import Recoverer
 from pxrs.cluster.deciding import abandonment_of
@@ -37,6 +37,7 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
         partition.give_up(moved)
         raise moved
     partition.claim = Claim(owner, entry.version)
+    counted = counts(broker.view.seen.alive)  # before the records, which nodes may change meanwhile
     chain = [
         (LedgerRecord.parse(found.key, found.value), found.version)
         for found in broker.registry.scan(records.ledgers_prefix(topic.topic.id, partition.partition))
@@ -48,7 +49,8 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
         _logger.info("recovering ledger %s", record.id)
         if partition.reason is None:  # else the reason of the last attempt is more exact
             partition.tell_why(Reason(RECOVERY, f"ledger {record.id} is being recovered{_away(broker, record)}"))
-        recoverer = Recoverer(broker, topic, record, version, partition.epoch, partition.check_kept)
+        confirmed = partition.confirmed_of(record.id)
+        recoverer = Recoverer(broker, topic, record, version, partition.epoch, partition.check_kept, confirmed)
         try:
             closed[-1] = recoverer.run().record
         except PartitionUnavailable as error:
@@ -57,7 +59,7 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
     producers = _producers(broker, partition, closed)
     end = closed[-1].end if closed else 0
     assert end is not None
-    partition.serve(Opened(closed, partition.begin_next(end), producers))
+    partition.serve(Opened(closed, partition.begin_next(end), producers, counted))
     return has_recovered
 
 

@@ -102,7 +102,7 @@ class Ownership:
         """The partitions that were not served at the last look. Written by the thread only."""
         self._unserved: list[Unserved] = []
         """Those of them that have not been served for TROUBLE_S. The thread replaces the list."""
-        self._told: tuple[str, Troubles] = ("", Troubles())
+        self._told: tuple[str, Troubles | None] = ("", Troubles())
         """The troubles that were published last, and under which incarnation."""
         self._told_at = 0.0
         self._orphans: dict[Place, float] = {}
@@ -155,8 +155,10 @@ class Ownership:
                 return
             except PxrsError as error:
                 _logger.warning("the ownership of partitions could not be updated, trying again soon: %s", error)
+                self._wake.wait(LOOK_S)
             except Exception:
                 _logger.exception("the ownership of partitions could not be updated, trying again soon")
+                self._wake.wait(LOOK_S)
 
     def _pause_s(self) -> float:
         """How long the thread may sleep: until the next look, or until a partition may be tried again."""
@@ -378,10 +380,14 @@ class Ownership:
         topics = {record.topic.id for record, _ in seen.topics.values()}
         failed = [each for each in self._broker.placements.failed if each.topic_id in topics]
         troubles = Troubles.of(self._unserved, failed)
-        told = self._told[1] if self._told[0] == incarnation else Troubles()  # the key of an old incarnation is gone
+        # The key of an old incarnation is gone.
+        told = self._told[1] if self._told[0] == incarnation else Troubles()
         if troubles == told or lease is None or now - self._told_at < TELL_S:
             return
         key = troubles_key(incarnation)
+        self._told_at = now
+        # If the outcome of the commit is unknown, the next one is made whatever is to be told then.
+        self._told = incarnation, None
         try:
             if troubles:
                 self._broker.registry.commit(ephemeral={key: troubles.dump()}, lease=lease)
@@ -389,7 +395,7 @@ class Ownership:
                 self._broker.registry.commit(delete=[key], lease=lease)
         except LeaseExpired:
             return  # the next `join` notices it
-        self._told, self._told_at = (incarnation, troubles), now
+        self._told = incarnation, troubles
 
     def _note_unserved(self) -> None:
         """Update `_stuck` and `_unserved`."""

@@ -22,14 +22,15 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove_ledgers
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import STATE_ENTRY, Entry, encode_entry, offset_of, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
-from pxrs.cluster.broker.opened import Opened, Ticket, fresh
+from pxrs.cluster.broker.opened import NodeCount, Opened, Ticket, fresh
 from pxrs.cluster.broker.recalling import Origins, Recalled, Span, Unread, closed_spans
 from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
@@ -89,6 +90,8 @@ class OwnedPartition:
         self._chain: list[LedgerRecord] = []
         self._kept_from = 0
         """The number of the first ledger that `trim` has not removed."""
+        self.counted: dict[str, NodeCount] = {}
+        """By storage node: what was known of it before the records of the chain were read. `Repairs` changes it."""
         self._writer: LedgerShell | None = None
         self._index = LedgerIndex()
         """The confirmed entries of the ledger that is being written."""
@@ -150,6 +153,7 @@ class OwnedPartition:
             self._generation += 1
             # `trim` may have removed ledgers since the chain was read.
             self._chain = [record for record in opened.chain if record.number >= self._kept_from]
+            self.counted = opened.counted
             self._producers = opened.producers
             self._drop_pending()
             base = opened.writer.record.base
@@ -230,6 +234,12 @@ class OwnedPartition:
     def why_not(self) -> PxrsError | None:
         """Why the partition does not serve now; None if it does."""
         return self._gone or self._stuck
+
+    def confirmed_of(self, ledger: str) -> int:
+        """The last entry of a ledger that this partition has confirmed; -1 if it has not written the ledger."""
+        with self.lock:
+            writer = self._writer
+            return writer.confirmed if writer is not None and writer.record.id == ledger else -1
 
     def get_stuck(self, why: str, generation: int | None = None) -> None:
         """Stop the writer. Appends fail until the ledger is recovered. Idempotent.
@@ -496,13 +506,16 @@ class OwnedPartition:
             self._is_rolling = False
             self._changed.notify_all()
 
-    def tend(self, live: Collection[str]) -> None:
+    def tend(self, live: Collection[str], lacking: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
         """Offer new storage nodes to the writer, and begin the next ledger if this one lacks copies, whether or not
-        clients append: only closed ledgers are repaired. `Repairs` calls this. live: as for `LedgerShell.is_short`."""
+        clients append: only closed ledgers are repaired. `Repairs` calls this. live: as for `LedgerShell.is_short`.
+        lacking: by node, the ledgers of which it may have lost entries."""
         with self.lock:
             if self._writer is None or self.why_not is not None or self._is_rolling:
                 return
-            self._writer.look_at_doubts()
+            for node, ledgers in lacking.items():
+                if self._writer.record.id in ledgers:
+                    self._writer.doubt(node)
             self._writer.offer_spares()
             if self._writer.is_short(live) and has_enough(self.topic.quorum, self._broker.ensemble(self.topic)):
                 self._roll()

@@ -18,6 +18,9 @@ from pxrs.cluster.recovery import (
     CHANGED,
     DAMAGED,
     FENCED,
+    MISSING,
+    UNKNOWN,
+    UNREADABLE,
     AddEntry,
     Closed,
     FenceNode,
@@ -54,6 +57,12 @@ _WHY: Final = {
     DAMAGED: "an entry of it was confirmed, and none of its storage nodes has it: look for their former disks, or "
     "abandon the nodes that had it (`pxrs cluster abandon`)",
 }
+_ANSWERS: Final = {
+    None: "does not answer",
+    MISSING: "does not have it",
+    UNKNOWN: "is in doubt and does not know",
+    UNREADABLE: "cannot read it",
+}
 _FENCE: Final = "fence"
 _MEASURE: Final = ("", "measure")
 
@@ -71,12 +80,14 @@ class Recoverer:
         version: int,
         epoch: int,
         check: Callable[[], None] = lambda: None,
+        confirmed: int = -1,
     ) -> None:
-        """check: raises an error once the broker has given the partition up; the recovery is then ended."""
+        """check: raises an error once the broker has given the partition up; the recovery is then ended. confirmed: the
+        last entry that this broker has confirmed as the ledger's writer."""
         self._broker, self._topic, self._check = broker, topic, check
         self._decided = abandonment_of(broker.registry, record)
         nodes = () if self._decided is None else self._decided.nodes
-        self._core = Recovery(record, version, epoch, abandoned=nodes)
+        self._core = Recovery(record, version, epoch, abandoned=nodes, confirmed=confirmed)
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
         """Calls of the core's methods, queued by other threads when answers arrive, and made by the thread in `run`."""
@@ -107,9 +118,7 @@ class Recoverer:
                 step = self._steps.get(timeout=RETRY_S)
             except queue.Empty:
                 if time.monotonic() > until:
-                    raise PartitionUnavailable(
-                        f"ledger {self._ledger}", "too few storage nodes answered its recovery"
-                    ) from None
+                    raise PartitionUnavailable(f"ledger {self._ledger}", self._waits_for()) from None
                 if self._decided != abandonment_of(self._broker.registry, self._core.record):
                     raise PartitionUnavailable(
                         f"ledger {self._ledger}", "an operator has abandoned nodes; the recovery begins again"
@@ -135,6 +144,14 @@ class Recoverer:
                 nodes=list(closed.record.doubted),
             )
         return closed
+
+    def _waits_for(self) -> str:
+        """Why the recovery does not end, as the end of a message."""
+        entry, answers = self._core.awaited()
+        if entry is None:
+            return f"too few of its storage nodes can be fenced: {', '.join(sorted(answers))} do not answer"
+        told = ", ".join(f"{node} {_ANSWERS[answer]}" for node, answer in sorted(answers.items()))
+        return f"it is not certain whether entry {entry} was acknowledged: {told or 'too few spares take its copies'}"
 
     def _offer(self) -> None:
         """Offer every node that takes entries. The core leaves out those of the entry's own fragment; nodes that the

@@ -31,6 +31,8 @@ from typing import Final, NamedTuple
 
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.decisions import Decisions
+from pxrs.cluster.broker.doubts import NodeDoubts
+from pxrs.cluster.broker.opened import NodeCount, counts
 from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.pools import ToldPool
@@ -98,10 +100,11 @@ class Repairs:
         self._short_staged = 0
         """How many ledgers of staged rows lacked copies at the last check."""
         self.counts = Counts()
-        self._cleared: dict[str, tuple[int, int]] = {}
-        """By node: its number of starts and `AliveNode.cleared`, as of the last look."""
+        self._counted: dict[str, NodeCount] = {}
+        """By storage node: as of the last look."""
         self._wake = threading.Event()
         self._is_closed = False
+        self._doubts = NodeDoubts(broker, self._wake.set)
         self._pool = ToldPool(broker.settings.repairs_max, "pxrs-repair")
         self._subscription = broker.view.subscribe(self._wake.set)
         self._thread: threading.Thread | None = None
@@ -152,10 +155,11 @@ class Repairs:
     def _look(self) -> None:
         partitions = self._ownership.partitions()
         live = self._live()
+        lacking_of = self._doubts.look(self._broker.view.seen.alive)
         for partition in partitions.values():
             # A placement function that fails is reported by `Placements`, and holds up no other topic.
             with suppress(InvalidPlacement):
-                partition.tend(live)
+                partition.tend(live, lacking_of)
         self._read_cleared(partitions)
         lacking = [*self._lacking(partitions, live), *self._lacking_staged(live)]
         self._forget_tries({record.id for _, record in lacking})
@@ -180,21 +184,20 @@ class Repairs:
 
     def _read_cleared(self, partitions: dict[Place, OwnedPartition]) -> None:
         """Storage nodes clear `is_complete` of closed ledgers of which they lack entries (C7). Read the records of a
-        node's ledgers again after it has done so."""
-        alive = self._broker.view.seen.alive
-        now = {node: (found.starts, found.cleared) for node, found in alive.items()}
-        changed = {node for node, count in now.items() if count[1] and self._cleared.get(node) != count}
-        if changed:
-            self._staged.read_again(changed)
-            for place, partition in partitions.items():
-                known = {
-                    record.id: record for record in partition.chain if record.is_complete and record.named & changed
-                }
-                for entry in self._broker.registry.scan(ledgers_prefix(*place)) if known else ():
+        node's ledgers again after it may have done so: after each change of its count, and after each of its starts,
+        which may have lost the count."""
+        now = counts(self._broker.view.seen.alive)
+        self._staged.read_again({node for node, count in now.items() if self._counted.get(node, count) != count})
+        self._counted |= now
+        for place, partition in partitions.items():
+            changed = {node for node, count in now.items() if partition.counted.get(node) != count}
+            known = {record.id: record for record in partition.chain if record.is_complete and record.named & changed}
+            if known:
+                for entry in self._broker.registry.scan(ledgers_prefix(*place)):
                     record = LedgerRecord.parse(entry.key, entry.value)
                     if record.id in known and record.is_closed and record != known[record.id]:
                         partition.repaired(record)
-        self._cleared = now
+            partition.counted = {**partition.counted, **now}
 
     def _live(self) -> frozenset[str]:
         seen = self._broker.view.seen

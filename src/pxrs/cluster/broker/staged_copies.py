@@ -88,8 +88,10 @@ class StagedLedgers:
                 file.record = record
 
     def read_again(self, nodes: Set[str]) -> None:
-        """These storage nodes have found that they lack entries: read the records again that say that every node has
-        all its entries, and name one of them."""
+        """These storage nodes may have found that they lack entries: read the records again that say that every node
+        has all its entries, and name one of them."""
+        if not nodes:
+            return
         with self._lock:
             for file in self._files.values():
                 if file.record is not None and file.record.is_complete and file.record.named & nodes:

@@ -75,9 +75,8 @@ class LedgerShell:
         self._failed: set[int] = set()
         """The tenures (`Send.tenure`) whose node has failed, so that each failure is reported once."""
         BROKER_DEGRADED.watch(self, lambda shell: [((), shell.is_degraded and not shell.is_stopped)])
-        self._asked: dict[str, tuple[int, int]] = {}
-        """By node: its number of starts, and its count of damage, when it was last asked whether it may have lost
-        entries of this ledger."""
+        self._doubted: set[str] = set()
+        """The nodes that have said that they may have lost entries of this ledger."""
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
         self._tell_empty()
@@ -116,6 +115,11 @@ class LedgerShell:
         return self.size >= topic.segment_bytes or is_old or self._core.should_roll
 
     @property
+    def confirmed(self) -> int:
+        """The last entry that is confirmed; -1 if none is."""
+        return self._core.confirmed
+
+    @property
     def is_stopped(self) -> bool:
         return self._core.stopped is not None
 
@@ -132,15 +136,19 @@ class LedgerShell:
         self.size += entry.size
         self._do(self._core.append(head))
 
-    def look_at_doubts(self) -> None:
-        """Ask the nodes that may have lost entries of some ledgers (C7) whether this one is among them."""
-        alive = self._broker.view.seen.alive
-        for node in sorted(self.record.named & alive.keys()):
-            found = alive[node]
-            state = found.starts, found.damaged
-            if (found.doubts or found.damaged) and self._asked.get(node) != state and not self.is_stopped:
-                self._asked[node] = state
-                self._broker.crew.submit(self._ask_for_doubt, node)
+    def doubt(self, node: str) -> None:
+        """The node says that it may have lost entries of this ledger (C7): replace it. The ledger is then to be closed
+        and repaired, whether or not anything more is appended."""
+        if node in self._doubted or self.is_stopped or node not in self.record.named:
+            return
+        self._doubted.add(node)
+        _logger.warning(
+            "node %s may have lost entries of ledger %s: the ledger will be closed, and then repaired",
+            node,
+            self.record.id,
+        )
+        self._do(self._core.offer(self._spares({*self.record.named, node})))
+        self._do(self._core.doubted(node))
 
     def offer_spares(self) -> None:
         """If a position is empty, offer the available nodes to the writer."""
@@ -228,25 +236,6 @@ class LedgerShell:
             return []
 
     # On other threads.
-
-    def _ask_for_doubt(self, node: str) -> None:
-        """Replace the node if it is in doubt about this ledger. It takes no more entries of it, and may have lost some,
-        so the ledger is to be closed and repaired, whether or not anything more is appended."""
-        try:
-            may_lack = self._broker.links(node).index(self.record.id, limit=1).may_lack
-        except PxrsError as error:
-            _logger.info("ledger %s: node %s does not tell whether it lacks entries: %s", self.record.id, node, error)
-            with self._changed:
-                self._asked.pop(node, None)  # the next look asks again
-            return
-        if may_lack:
-            _logger.warning(
-                "node %s may have lost entries of ledger %s: the ledger will be closed, and then repaired",
-                node,
-                self.record.id,
-            )
-            with self._changed:
-                self._do(self._core.doubted(node))
 
     def _answered(self, node: str, tenure: int, number: int, error: Exception | None) -> None:
         with self._changed:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -39,7 +39,7 @@ from pxrs.cluster.storage.index import entries_of
 from pxrs.cluster.storage.node import StorageNode
 from pxrs.cluster.storage.registration import older_registry
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import Conflict, DamagedFrame, NodeFull, PxrsError, RegistryCorrupt
+from pxrs.errors import Conflict, DamagedFrame, NodeFull, PxrsError, RegistryCorrupt, RegistryError
 from pxrs.metrics.instruments import STORAGE_REMOVED
 from pxrs.registry.contract import Registry
 from pxrs.waiting import start_thread
@@ -49,6 +49,8 @@ _logger = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
 """The first pause between two looks at the records of ledgers that are in doubt or lack entries. It doubles after each
 look that has changed nothing, up to `collect_s`."""
+TRIES: Final = 5
+"""How often a ledger whose record is being changed is compared at once."""
 COPY_BYTES: Final = 4 << 20
 """How many bytes compaction reads and appends before it waits for a sync."""
 
@@ -77,7 +79,12 @@ class Collector:
         """Held during a round."""
         self._kept: set[int] = set()
         """Bases of segments that cannot be compacted, because a record in them is damaged."""
-        self._problem: str | None = None
+        self._problems: dict[str, str] = {}
+        """By what has failed: the last error, until it succeeds."""
+        self._compared: set[str] = set()
+        """The ledgers that this process has compared since its start, while it has not compared all."""
+        self._corrupt: set[str] = set()
+        """The keys of damaged records that were logged."""
         self._told: dict[str, set[int]] = {}
         """By ledger: the damaged entries with which it was compared."""
         self._look_s = LOOK_S
@@ -94,75 +101,113 @@ class Collector:
             self._thread.join()
 
     def _run(self) -> None:
+        next_look = time.monotonic() + LOOK_S
         next_round = time.monotonic() + self._limits.collect_s
-        while not self._is_closing.wait(self._pause_s(next_round - time.monotonic())):
-            try:
-                self.settle()
-                if time.monotonic() >= next_round:
-                    next_round = time.monotonic() + self._limits.collect_s
-                    self.collect()
-                self._problem = None
-            except (PxrsError, OSError) as error:
-                if str(error) != self._problem:
-                    self._problem = str(error)
-                    _logger.warning("garbage could not be collected, the next round tries again: %s", error)
+        while not self._is_closing.wait(max(0.0, min(next_look, next_round) - time.monotonic())):
+            if time.monotonic() >= next_look:
+                self._guarded(self.settle, "it could not be checked which entries the node lacks")
+                next_look = time.monotonic() + self._look_s
+            if time.monotonic() >= next_round:
+                self._guarded(self.collect, "garbage could not be collected")
+                next_round = time.monotonic() + self._limits.collect_s
 
-    def _pause_s(self, round_s: float) -> float:
-        return max(0.0, min(round_s, self._look_s) if self._node.is_unsettled else round_s)
+    def _guarded(self, act: Callable[[], object], failed: str) -> None:
+        """failed: begins the log line if it raises, which is written once for each error."""
+        try:
+            act()
+            self._problems.pop(failed, None)
+        except (PxrsError, OSError) as error:
+            if self._problems.get(failed) != str(error):
+                self._problems[failed] = str(error)
+                _logger.warning("%s, the next round tries again: %s", failed, error)
 
     def settle(self) -> None:
         """Look whether doubts have ended, and which closed ledgers lack entries of this node. Raises RegistryError,
         NodeFull, OSError."""
         if not self._node.is_unsettled:
+            self._look_s = LOOK_S
             return
+        before = self._unsettled()
+        # Also after an error.
+        self._look_s = min(2 * self._look_s, max(self._limits.collect_s, LOOK_S))
         with self._lock:
-            before = self._node.load, self._node.cleared, self._node.is_unchecked
             if (skipped := self._distrust()) is not None:
-                _logger.error("nothing is known about the ledgers in doubt: %s", skipped)
-                return
+                raise RegistryError(skipped)
             self._settle()
-            is_changed = before != (self._node.load, self._node.cleared, self._node.is_unchecked)
-            self._look_s = LOOK_S if is_changed else min(2 * self._look_s, self._limits.collect_s)
+        if before != self._unsettled():
+            self._look_s = LOOK_S
+
+    def _unsettled(self) -> tuple[object, ...]:
+        node = self._node
+        return node.doubts(), node.damaged_entries(), node.is_unchecked, node.journal.lost
 
     def _settle(self) -> None:
         node = self._node
         for ledger in node.doubts():
-            entry = self._registry.get(LedgerName.of_id(ledger).key)
-            record = None if entry is None else LedgerRecord.parse(entry.key, entry.value)
-            if entry is not None and record is not None:
-                if not record.is_closed:
-                    continue
-                self._compare(record, entry.version, is_news=True)
-            node.end_doubt(ledger)
-            _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
+            if (found := self._record_of(ledger)) is None or found[0].is_closed:
+                if found is not None:
+                    self._compare(*found, is_news=True)
+                node.end_doubt(ledger)
+                _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
         for ledger, entries in node.damaged_entries().items():
-            entry = self._registry.get(LedgerName.of_id(ledger).key)
-            if entry is None:
-                node.forget_damaged(ledger)
+            if (found := self._record_of(ledger)) is None:
+                node.forget_damaged(ledger, entries)
                 self._told.pop(ledger, None)
-            elif (record := LedgerRecord.parse(entry.key, entry.value)).is_closed:
-                self._compare(record, entry.version, is_news=not entries <= self._told.get(ledger, set()))
+            elif found[0].is_closed:
+                # Entries that the record does not assign to the node are needed by nobody.
+                node.forget_damaged(ledger, entries - set(self._entries_of(found[0])))
+                self._compare(*found, is_news=not entries <= self._told.get(ledger, set()))
                 self._told[ledger] = entries
         if node.is_unchecked and self._compare_all(is_news=True) is not None:
             node.checked()
-        if node.journal.lost and not node.doubts() and not node.is_unchecked and self._compare_all() == 0:
+            self._compared.clear()
+        if node.journal.lost and not node.load.doubts and not node.is_unchecked and self._compare_all() == 0:
             for base in {node.index.segment_of(each.begin) for each in node.journal.lost}:
                 self._clean_damaged(base)
             node.journal.forget_missing()
-            _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
+            if not node.journal.lost:
+                _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
+
+    def _record_of(self, ledger: str) -> tuple[LedgerRecord, int] | None:
+        """The record of a ledger, and its version; None if there is none."""
+        entry = self._registry.get(LedgerName.of_id(ledger).key)
+        return None if entry is None else (LedgerRecord.parse(entry.key, entry.value), entry.version)
 
     def _compare_all(self, *, is_news: bool = False) -> int | None:
-        """Compare all closed ledgers that name the node with its index. Returns how many lack entries; None if the
-        record of one of them was changed meanwhile, so that all have to be compared again."""
+        """Compare all closed ledgers that name the node with its index. Returns how many lack entries; None if one of
+        them could not be compared. is_news: as for `_compare`, once for each ledger and process."""
         count, is_sure = 0, True
         for entry in self._registry.scan(LEDGERS):
-            record = LedgerRecord.parse(entry.key, entry.value)
-            if record.is_closed and self._node.id in record.named:
-                try:
-                    count += self._compare(record, entry.version, is_news=is_news)
-                except Conflict:
-                    is_sure = False
+            if self._is_closing.is_set():
+                return None
+            try:
+                record, version = LedgerRecord.parse(entry.key, entry.value), entry.version
+                if not record.is_closed or self._node.id not in record.named:
+                    continue
+                for left in reversed(range(TRIES)):
+                    try:
+                        count += self._compare(record, version, is_news=is_news and record.id not in self._compared)
+                        break
+                    except Conflict:  # a repair has changed it since
+                        again = self._record_of(record.id) if left else None
+                        if again is None or not again[0].is_closed:
+                            is_sure = is_sure and left > 0
+                            break
+                        record, version = again
+                if is_news:
+                    self._compared.add(record.id)
+            except RegistryCorrupt as error:  # the others are compared nevertheless
+                if entry.key not in self._corrupt:
+                    self._corrupt.add(entry.key)
+                    _logger.error("a ledger cannot be compared with the journal: %s", error)
         return count if is_sure else None
+
+    def _entries_of(self, record: LedgerRecord) -> Iterator[int]:
+        """The entries that the record of a closed ledger assigns to this node."""
+        for fragment in record.fragments:
+            for position, node in enumerate(fragment.nodes):
+                if node == self._node.id:
+                    yield from record.entries_of(fragment, position)
 
     def _compare(self, record: LedgerRecord, version: int, *, is_news: bool) -> bool:
         """Whether the node lacks entries that the record of a closed ledger assigns to it. If so, the record says from
@@ -170,21 +215,16 @@ class Collector:
 
         is_news: the node may have lost them since it was last compared. Then the record is written even if it says so
         already: a repair that is under way may have counted on them, and must not complete the ledger."""
-        places = [
-            (fragment, position)
-            for fragment in record.fragments
-            for position, node in enumerate(fragment.nodes)
-            if node == self._node.id
-        ]
-        entries = (entry for place in places for entry in record.entries_of(*place))
-        if not self._node.lacks(record.id, entries):
-            return False
-        if record.is_complete or is_news:
-            value = replace(record, is_complete=False).dump()
+        lacks = self._node.lacks(record.id, self._entries_of(record))
+        # A node in `joining` has no entries yet, but a repair that is about to give it some may have listed others.
+        is_joining = any(each.node == self._node.id for each in record.joining)
+        if (lacks and record.is_complete) or (is_news and (lacks or is_joining)):
+            value = replace(record, is_complete=record.is_complete and not lacks).dump()
             self._registry.commit(expect={record.key: version}, put={record.key: value})
             self._node.cleared += 1
+        if lacks and (record.is_complete or is_news):
             _logger.warning("the node lacks entries of ledger %s, which get new copies", record.id)
-        return True
+        return lacks
 
     def _clean_damaged(self, base: int) -> None:
         """Compact and unlink a segment with damaged ranges. Raises DamagedFrame, NodeFull, OSError."""
@@ -301,7 +341,11 @@ class Collector:
             if not self._is_live(record):
                 continue
             if record.body_bytes:
-                _, body = self._node.journal.read(record.ledger, record.position, record.body_bytes)
+                try:
+                    _, body = self._node.journal.read(record.ledger, record.position, record.body_bytes)
+                except DamagedFrame:
+                    self._node.verify(record.ledger, record.entry)  # which notes that it is damaged
+                    raise
             with self._node.lock:
                 if not self._is_live_locked(record):
                     continue

@@ -114,8 +114,6 @@ class Indexed(NamedTuple):
     lac: int
     fence: int
     is_more: bool
-    is_in_doubt: bool = False
-    """The node may have had other entries of the ledger (C7)."""
 
 
 class Removed(NamedTuple):
@@ -206,6 +204,9 @@ class NodeCore:
         self._removed: dict[tuple[str, int], int] = {}
         """By topic id and partition: the highest number of a ledger that the node has removed."""
         self._touches = 0
+        self.knows_all = True
+        """False: records of any ledger may have been lost, and which ledgers are in doubt is not journaled yet, or it
+        cannot be. Everything that is not there is unknown."""
 
     # Requests.
 
@@ -247,9 +248,9 @@ class NodeCore:
             append = ()
         state = self._ledgers.get(ledger)
         if state is None:
-            return Outcome(append, Entries(()), recovery is not None)
+            return Outcome(append, Entries((), not self.knows_all), recovery is not None)
         present = tuple(entry for entry in range(first, last + 1) if entry in state.index)
-        return Outcome(append, Entries(present, state.is_in_doubt), recovery is not None)
+        return Outcome(append, Entries(present, state.is_in_doubt or not self.knows_all), recovery is not None)
 
     def index(self, ledger: str, after: int = -1, limit: int = 1_000) -> Outcome:
         """The entries of a ledger after `after`. The reply waits for the sync, because the caller counts these copies,
@@ -259,8 +260,7 @@ class NodeCore:
             return Outcome((), Indexed((), -1, 0, False), True)
         state = self._touch(ledger)
         found = state.index.after(after, limit + 1)
-        page = Indexed(tuple(found[:limit]), state.lac, state.fence, len(found) > limit, state.is_in_doubt)
-        return Outcome((), page, True)
+        return Outcome((), Indexed(tuple(found[:limit]), state.lac, state.fence, len(found) > limit), True)
 
     def ledgers(self) -> list[tuple[str, int]]:
         """Every ledger of which the node has data, each with the mark that `remove` needs."""

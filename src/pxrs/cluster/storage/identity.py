@@ -68,8 +68,8 @@ from pxrs.cluster.storage import scrub
 from pxrs.cluster.storage.core import Cookie, Start, decide_start, has_many_tries, next_cookie, proven_end
 from pxrs.cluster.storage.format import FORMAT
 from pxrs.cluster.storage.mark import MarkFile
-from pxrs.cluster.storage.node import NodeSettings, StorageNode
-from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported
+from pxrs.cluster.storage.node import NodeSettings, StorageNode, is_ledger
+from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported, NodeFull, RegistryCorrupt
 from pxrs.log.directory.segments.files import segment_bases
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.outage import StartWait
@@ -208,7 +208,10 @@ def start(
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                return _start_read_only(directory, registry, settings, wait, error)
+                return _start_read_only(directory, registry, settings, wait, error, marks)
+            except NodeFull as error:  # there is no room for the doubts
+                full = OSError(errno.ENOSPC, str(error), directory.journal)
+                return _start_read_only(directory, registry, settings, wait, full, marks)
             except Conflict as error:
                 if not left or not _is_own(directory, registry, wait):
                     raise
@@ -317,15 +320,26 @@ def _begin_doubt(registry: Registry, node: StorageNode, wait: StartWait) -> None
     unclosed: list[str] = []
     highest: dict[tuple[str, int], int] = {}
     for found in wait(lambda: list(registry.scan(LEDGERS))):
-        record = LedgerRecord.parse(found.key, found.value)
-        partition = record.topic_id, record.partition
-        highest[partition] = max(record.number, highest.get(partition, -1))
-        if not record.is_closed and node.id in record.named:
-            unclosed.append(record.id)
+        name = LedgerName.of_key(found.key)
+        try:
+            record = LedgerRecord.parse(found.key, found.value)
+            is_concerned = not record.is_closed and node.id in record.named
+        except RegistryCorrupt as error:
+            _logger.error("a ledger is in doubt, because its record is damaged: %s", error)
+            is_concerned = True
+        if is_ledger(name.id):
+            partition = name.topic_id, name.partition
+            highest[partition] = max(name.number, highest.get(partition, -1))
+            if is_concerned:
+                unclosed.append(name.id)
     for found in wait(lambda: list(registry.scan(OWNERS))):  # ledgers whose record is removed had writers, too
         topic_id, _, partition_number = found.key.removeprefix(OWNERS).rpartition("/")
+        try:
+            number = OwnerRecord.parse(found.key, found.value).next - 1
+        except RegistryCorrupt as error:
+            _logger.error("it is not known which ledgers a partition had: %s", error)
+            continue
         partition = topic_id, int(partition_number)
-        number = OwnerRecord.parse(found.key, found.value).next - 1
         highest[partition] = max(number, highest.get(partition, -1))
     _logger.warning(
         "it is not certain that the disk has everything that the node has acknowledged: the node does not know which "
@@ -345,7 +359,12 @@ def _is_own(directory: Directory, registry: Registry, wait: StartWait) -> bool:
 
 
 def _start_read_only(
-    directory: Directory, registry: Registry, settings: NodeSettings | None, wait: StartWait, full: OSError
+    directory: Directory,
+    registry: Registry,
+    settings: NodeSettings | None,
+    wait: StartWait,
+    full: OSError,
+    marks: Path | None,
 ) -> Started:
     """Start the node of this directory without writing anything. full: why it cannot be written to; raised if the
     directory is not that of a node."""
@@ -357,7 +376,8 @@ def _start_read_only(
     registered = NodeRecord.parse(entry.key, entry.value)
     why = f"the disk is full, and the node serves what it has: {disk.explain(full, directory.path)}"
     assert cookie is not None
-    node = StorageNode(cookie.node, directory.journal, settings, why)
+    proof = proven_end(registered, None if marks is None else MarkFile(marks, cookie.node).read())
+    node = StorageNode(cookie.node, directory.journal, settings, why, proof)
     if _decide(cookie, entry, cluster, node.journal.end).is_new:
         node.close()
         raise full

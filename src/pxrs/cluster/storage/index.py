@@ -59,6 +59,8 @@ class Place(NamedTuple):
 
 
 _WIDTH: Final = len(Place._fields) - 1
+_SIZE: Final = Place._fields.index("size") - 1
+"""The place of the size in a row of `Entries._rest`."""
 _WRAP: Final = 1 << 64
 
 
@@ -120,10 +122,14 @@ class Entries:
     def places(self) -> list[Place]:
         return [self._place(at) for at in range(len(self))]
 
-    def within(self, begin: int, end: int) -> list[int]:
-        """The entries whose record begins in this range of positions."""
-        positions = self._rest[::_WIDTH]
-        return [self._numbers[at] for at, position in enumerate(positions) if begin <= position < end]
+    def within(self, begin: int, end: int, header: int) -> list[int]:
+        """The entries of whose record a part lies in this range of positions. header: the length of their headers."""
+        positions, sizes = self._rest[::_WIDTH], self._rest[_SIZE::_WIDTH]
+        return [
+            self._numbers[at]
+            for at, position in enumerate(positions)
+            if position != UNSYNCED and position < end and position + header + sizes[at] > begin
+        ]
 
     def move(self, entry: int, position: int) -> int:
         """Set the position of an entry that the index contains. Returns its former position."""
@@ -300,6 +306,9 @@ class Index:
     def _removed(self, record: Record) -> None:
         before = self.removals.get(record.ledger)
         segments: set[int] = set()
+        if before is not None and before.position != UNSYNCED and record.offset < before.upto:
+            self._bury(record.position, record.size)  # a copy of an older one that was written late
+            return
         if before is not None:
             segments |= before.segments
             self._bury(before.position, record.size)
@@ -337,6 +346,15 @@ class Index:
             self.removals[record.ledger] = Removal(record.offset, UNSYNCED, bool(record.rows), segments)
         else:
             before.segments.update(segments)
+
+    def drop(self, ledger: str, entry: int) -> None:
+        """The node does not need this entry of the ledger."""
+        state = self._core.state(ledger)
+        place = None if state is None else entries_of(state).find(entry)
+        if state is not None and place is not None and place.position != UNSYNCED:
+            self._bury(place.position, record_bytes(ledger, place.size))
+            self.bytes -= place.size
+            entries_of(state).discard(entry)
 
     def forget_segment(self, base: int) -> None:
         """The segment was unlinked."""

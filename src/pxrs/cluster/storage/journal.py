@@ -328,7 +328,12 @@ class Journal:
     def lose(self, begin: int, end: int) -> None:
         """Record that a range without live records is damaged. Raises OSError."""
         with self.lock:
-            lost = sorted({*self.lost, Lost(begin, end, False)})
+            if not any(base <= begin < self.segment_end(base) for base in self.bases[:-1]):
+                return  # the segment was unlinked meanwhile
+            before = next((each for each in self.lost if each.end == begin and not each.is_torn), None)
+            lost = sorted({*self.lost, Lost(begin, end, False)} - {before})
+            if before is not None:
+                lost = sorted({*lost, Lost(before.begin, end, False)} - {Lost(begin, end, False)})
         removed.write_lost(self.folder, lost)
         with self.lock:
             self.lost = lost
@@ -361,8 +366,7 @@ class Journal:
     def keep_lost(self) -> None:
         """Make the damaged ranges durable that the start has found: later starts pass over them. Called when the doubt
         about them is journaled. Raises OSError."""
-        if self.lost:
-            removed.write_lost(self.folder, self.lost)
+        removed.write_lost(self.folder, self.lost)
         removed.write(self.folder, self._removed)  # it may have been damaged itself
 
     def unlink(self, base: int) -> None:

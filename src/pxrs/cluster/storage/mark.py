@@ -13,7 +13,6 @@ link, is not used.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import stat
@@ -116,11 +115,12 @@ class MarkFile:
     def remove(self) -> None:
         """Leave no mark. Idempotent."""
         self.close()
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                os.unlink(self.path)
-            except PermissionError as error:
-                _logger.warning("the mark %s belongs to another user and is ignored: %s", self.path, error)
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # it belongs to another user, or is a directory: it is not believed either
+            _logger.warning("the mark %s cannot be removed: %s", self.path, error)
 
     def close(self) -> None:
         """Leave the mark as it is."""

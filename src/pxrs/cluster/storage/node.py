@@ -14,7 +14,7 @@ What a node does in each state:
 | good | yes | yes | yes | yes |
 | too little free space | NodeFull | yes | yes | yes |
 | the last write of the journal failed | NodeFull | tries | yes | yes |
-| read-only: the disk was full at the start | NodeFull | NodeFull | yes | yes |
+| read-only: the disk was full at the start | NodeFull | if it has the fence already | yes | if the start is proven |
 | the disk has damaged a part of the journal | NodeFull for writers, yes for recoveries and repairs | yes | yes | yes |
 
 For a ledger that is in doubt (C7), in any of these states, the node answers that it does not know whether it had the
@@ -30,11 +30,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
+from pxrs.cluster import staged
 from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.messages import Add
 from pxrs.cluster.storage.core import DoubtItem, FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
 from pxrs.cluster.storage.core import Entries as Present
-from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, NUMBER_MAX, Kind, Record, seed_of
+from pxrs.cluster.storage.format import (
+    BODY_BYTES_MAX,
+    HERE,
+    LEDGER_BYTES_MAX,
+    NUMBER_MAX,
+    Kind,
+    Record,
+    header_bytes,
+    seed_of,
+)
 from pxrs.cluster.storage.index import Entries, Index, Place, entries_of
 from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
 from pxrs.cluster.storage.opening import open_journal
@@ -67,8 +77,6 @@ class IndexPage(NamedTuple):
     lac: int
     fence: int
     has_more: bool
-    may_lack: bool
-    """The node is in doubt about the ledger, or has damaged entries of it."""
 
 
 class Load(NamedTuple):
@@ -80,6 +88,8 @@ class Load(NamedTuple):
     """How many ledgers are in doubt."""
     damaged: int
     """How many entries are known to be damaged, and how many ranges of the journal."""
+    is_unchecked: bool
+    """Whether closed ledgers were not all compared with the journal since a start in doubt."""
     cleared: int
     """How many records of closed ledgers this process has changed because the node lacks entries of them."""
 
@@ -116,8 +126,9 @@ class StorageNode:
         opened = open_journal(folder, seed_of(node), self.index.replay, bases, proof, is_read_only=is_read_only)
         self.index.end_replay()
         self.is_proven = opened.is_proven
-        """Whether it is certain that the journal has everything that was acknowledged. If not, the caller calls
-        `begin_doubt` before the node answers anything."""
+        """Whether it is certain that the journal has everything that was acknowledged. If not, the node answers that
+        it does not know what it does not have, until `begin_doubt` tells it which ledgers are in doubt."""
+        self.core.knows_all = self.is_proven
         self.on_synced: Callable[[int], None] = lambda end: None
         """Called with the new end of the journal after each sync, before anything that waits for it is told."""
         self._room = Room(folder, self._settings.free_bytes_min, self._probe)
@@ -170,8 +181,18 @@ class StorageNode:
         free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
             damaged = len(self._reader.damaged) + sum(not each.is_torn for each in self.journal.lost)
-            doubts = len(self.index.doubts)
-            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses, doubts, damaged, self.cleared)
+            # A ledger of staged rows that is not closed is recovered by nobody.
+            doubts = sum(not ledger.startswith(staged.LEDGER) for ledger in self.index.doubts)
+            return Load(
+                self.index.bytes,
+                len(self.core),
+                free_bytes,
+                self.refuses,
+                doubts,
+                damaged,
+                self.is_unchecked,
+                self.cleared,
+            )
 
     # Doubt.
 
@@ -189,6 +210,7 @@ class StorageNode:
             wait = self._wait_for(Write(None, (), _ignore))
         wait()
         self.journal.keep_lost()
+        self.core.knows_all = True
 
     def doubts(self) -> list[str]:
         """The ledgers that are in doubt."""
@@ -206,7 +228,8 @@ class StorageNode:
         with self.lock:
             state = self.core.state(ledger)
             found = set() if state is None else entries_of(state).numbers()
-            found -= {entry for owner, entry in self._reader.damaged if owner == ledger}
+            damaged = [entry for owner, entry in self._reader.damaged if owner == ledger]
+            found -= {entry for entry in damaged if self._is_damaged(ledger, entry)}
         return any(entry not in found for entry in entries)
 
     def damaged_entries(self) -> dict[str, set[int]]:
@@ -222,12 +245,12 @@ class StorageNode:
         self._reader.verify(ledger, entry)
 
     def entries_within(self, begin: int, end: int) -> list[tuple[str, int]]:
-        """The entries whose record begins in this range of positions of the journal."""
+        """The entries of whose record a part lies in this range of positions of the journal."""
         found: list[tuple[str, int]] = []
         for ledger, _ in self.ledgers():
             with self.lock:  # not for all ledgers at once
                 state = self.core.state(ledger)
-                entries = [] if state is None else entries_of(state).within(begin, end)
+                entries = [] if state is None else entries_of(state).within(begin, end, header_bytes(ledger))
             found += [(ledger, entry) for entry in entries]
         return found
 
@@ -252,11 +275,14 @@ class StorageNode:
         if not self.entries_within(begin, end):
             self.journal.lose(begin, end)
 
-    def forget_damaged(self, ledger: str) -> None:
-        """The ledger has no record any more, so its damaged entries need no repair."""
+    def forget_damaged(self, ledger: str, entries: Iterable[int]) -> None:
+        """Nobody needs these damaged entries any more: the node does not have them from now on."""
         with self.lock:
-            for key in [key for key in self._reader.damaged if key[0] == ledger]:
-                del self._reader.damaged[key]
+            state = self.core.state(ledger)
+            for entry in entries:
+                if self._is_damaged(ledger, entry) and state is not None:
+                    self.index.drop(ledger, entry)
+                self._reader.damaged.pop((ledger, entry), None)
 
     @property
     def is_unsettled(self) -> bool:
@@ -408,15 +434,23 @@ class StorageNode:
         """The first `limit` entries of a ledger after `after`, all synced, without those that are known to be damaged.
         Raises NodeFull."""
         with self.lock:
-            reply, wait = self._decide(self.core.index, ledger, after, limit)
-            assert isinstance(reply, Indexed)
-            state = self.core.state(ledger)
-            whole = [entry for entry in reply.entries if not self._is_damaged(ledger, entry)]
-            found = [] if state is None else [entries_of(state).find(entry) for entry in whole]
-            lacks = reply.is_in_doubt or any(each == ledger for each, _ in self._reader.damaged)
+            while True:
+                reply, wait = self._decide(self.core.index, ledger, after, limit)
+                assert isinstance(reply, Indexed)
+                state = self.core.state(ledger)
+                whole = [entry for entry in reply.entries if not self._is_damaged(ledger, entry)]
+                found = [] if state is None else [entries_of(state).find(entry) for entry in whole]
+                if found or not reply.is_more:
+                    break
+                after = reply.entries[-1]  # all of the page are damaged
         wait()
         places = [place for place in found if place is not None]
-        return IndexPage(places, reply.lac, reply.fence, reply.is_more, lacks)
+        return IndexPage(places, reply.lac, reply.fence, reply.is_more)
+
+    def lacking(self) -> list[str]:
+        """The ledgers that are in doubt, or of which the node has damaged entries."""
+        with self.lock:
+            return sorted({*self.core.doubts(), *(ledger for ledger, _ in self._reader.damaged)})
 
     def ledgers(self) -> list[tuple[str, int]]:
         """Every ledger of which the node has data, each with the mark that `remove` needs."""
@@ -442,6 +476,8 @@ class StorageNode:
                 return False
             record = Record(Kind.REMOVED, ledger, offset=HERE, rows=int(has_partition))
             undo = functools.partial(self._restore, ledger, state)
+            for key in [key for key in self._reader.damaged if key[0] == ledger]:
+                del self._reader.damaged[key]
             wait = self._wait_for(Write(record, (), _ignore, undo, entries_of(state)))
         wait()
         return True
@@ -451,7 +487,7 @@ class StorageNode:
         self.core.replay(FenceItem(ledger, state.fence))
         again = self.core.state(ledger)
         assert again is not None
-        again.index, again.lac = state.index, state.lac
+        again.index, again.lac, again.is_in_doubt = state.index, state.lac, state.is_in_doubt
 
     def write_again(self, record: Record, body: bytes | memoryview) -> Callable[[], None]:
         """Append a live record to the journal again, for compaction. The caller holds the lock. Returns a function that

@@ -143,6 +143,13 @@ def open_journal(
         found += [each for each in damaged if each not in torn]
         if bases[-1] != active.base:
             bases.append(active.base)
+    known_end = max([end, *(each for _, each in gone), *(each.end for each in lost)])
+    if known_end > end and not is_read_only:
+        # The end of the journal is lost. Positions that a list names would be passed over by the next start.
+        active = OpenSegment.open(folder, known_end, is_created=True)
+        disk.sync_folder(folder)
+        bases.append(known_end)
+        end = known_end
     for each in [*found, *torn]:
         _logger.error("the journal is damaged: %s", each.error)
     lost = [
@@ -355,13 +362,11 @@ class _LastSegment:
         self._batch = list(self._parts(self.begin))
         self._unreadable = self._without_body()
         damaged = self.damaged(proof)
-        end = self.begin
         for each in self._batch:
             if isinstance(each, Record) and not any(bad.begin == each.position for bad in damaged):
                 self._apply(each)
-                end = each.position + each.size
         if is_read_only:
-            return self._file, end, damaged
+            return self._file, -(-self._end // ALIGNMENT) * ALIGNMENT, damaged
         end = -(-self._end // ALIGNMENT) * ALIGNMENT
         if damaged and damaged[-1].end == self._end:
             damaged[-1] = damaged[-1]._replace(end=end)

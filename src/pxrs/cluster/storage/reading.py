@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Iterator
@@ -75,11 +76,14 @@ class EntryReader:
                     )
                 return Found(entry, place.head, body)
             except (DamagedFrame, OSError) as error:
-                if self._has_moved(ledger, place):
-                    continue
+                is_damage = isinstance(error, DamagedFrame) or error.errno in (errno.EIO, errno.ENOENT)
                 with self._lock:
+                    state = self._core.state(ledger)
+                    now = None if state is None else entries_of(state).find(entry)
+                    if now is None or now.position != place.position:
+                        continue  # compaction has moved it, or its ledger was removed
                     is_known = self.damaged.get((ledger, entry)) == place.position
-                    if len(self.damaged) < DAMAGED_MAX:
+                    if is_damage and len(self.damaged) < DAMAGED_MAX:
                         self.damaged[ledger, entry] = place.position
                 if not is_known:
                     _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
@@ -91,12 +95,6 @@ class EntryReader:
         if found.error is None:
             with self._lock:
                 self.damaged.pop((ledger, entry), None)
-
-    def _has_moved(self, ledger: str, place: Place) -> bool:
-        with self._lock:
-            state = self._core.state(ledger)
-            now = None if state is None else entries_of(state).find(place.entry)
-        return now is None or now.position != place.position
 
     def _read_heads(self, ledger: str, place: Place) -> bytes:
         """The headers of the frames of an entry, one after the other, each verified."""

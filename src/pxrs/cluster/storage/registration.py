@@ -132,6 +132,7 @@ class Registration:
             refuses,
             doubts=load.doubts,
             damaged=load.damaged,
+            is_unchecked=load.is_unchecked,
             cleared=load.cleared,
         )
         self._registry.commit(ephemeral={alive_key(self._node.id): alive.dump()}, lease=self._lease)
@@ -191,7 +192,7 @@ def older_registry(record: NodeRecord, starts: int, recorded_end: int) -> str | 
 
 def _differs(now: Load, shown: Load) -> bool:
     """Whether the load has changed enough to be written."""
-    exact = ("refuses", "ledgers", "doubts", "damaged", "cleared")
+    exact = ("refuses", "ledgers", "doubts", "damaged", "is_unchecked", "cleared")
     if any(getattr(now, name) != getattr(shown, name) for name in exact):
         return True
     return any(

@@ -18,6 +18,7 @@ A node that is started before a damaged range is free of live records finds the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -44,7 +45,9 @@ PIECE_BYTES: Final = 1 << 20
 BUSY_MAX: Final = 0.03
 """The part of the time for which the thread is busy at most."""
 IDLE_S: Final = 5.0
-"""The pause if there is no sealed segment, or `scrub_bytes_s` is 0."""
+"""The pause if there is no sealed segment, after an error, and if `scrub_bytes_s` is 0."""
+IDLE_S_MIN: Final = 0.1
+"""The same if a round may take less time than that."""
 KEEP_S: Final = 10.0
 """How often the place is written to the file at most."""
 
@@ -114,7 +117,8 @@ class Scrubber:
                     _logger.warning("the segments could not be checked, trying again: %s", error)
             busy_s = time.monotonic() - began
             STORAGE_SCRUBBED.of().add(size)
-            pause_s = max(size / self._bytes_s - busy_s, busy_s / BUSY_MAX) if size else min(IDLE_S, self._round_s)
+            idle_s = min(IDLE_S, max(self._round_s, IDLE_S_MIN))
+            pause_s = max(size / self._bytes_s - busy_s, busy_s / BUSY_MAX) if size else idle_s
             self._is_closing.wait(pause_s)
         self._keep()
 
@@ -135,7 +139,11 @@ class Scrubber:
         begin = max(place.position, base)
         try:
             size = self._check(base, begin, end)
-        except FileNotFoundError:  # the segment was unlinked meanwhile
+        except FileNotFoundError as error:
+            with node.lock:
+                is_needed = base in node.journal.bases
+            if is_needed:  # else the node has unlinked it meanwhile
+                self._lose(DamagedFrame(str(error.filename), 0, "the segment is missing"), base, end)
             place.position = end
             return 0
         place.position = begin + size
@@ -154,7 +162,13 @@ class Scrubber:
         length = min(PIECE_BYTES, limit - begin)
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(segment.descriptor, begin - base, length, os.POSIX_FADV_DONTNEED)
-        data = memoryview(pread(segment.descriptor, length, begin - base))
+        try:
+            data = memoryview(pread(segment.descriptor, length, begin - base))
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._lose(DamagedFrame(segment.path, begin - base, f"{error}"), begin, begin + length)
+            return length
         at = 0
         while at < length:
             try:
@@ -162,6 +176,8 @@ class Scrubber:
                     return at
                 record = decode(data[at : at + HEADER_BYTES_MAX], begin + at - base, base, node.seed, segment.path)
             except DamagedFrame as error:
+                if not self._is_lasting(segment.descriptor, begin + at, base, segment.path):
+                    return at  # the next step reads this record again
                 found = find_record(data, at + 1, begin, node.seed, segment.path)
                 if found is None and begin + length < limit:
                     found = length - HEADER_BYTES_MAX if at < length - HEADER_BYTES_MAX else length
@@ -177,6 +193,17 @@ class Scrubber:
             self._check_entry(record, data[body : body + record.body_bytes])
             at += record.size
         return at
+
+    def _is_lasting(self, descriptor: int, position: int, base: int, path: str) -> bool:
+        """Whether the header of the record at this position is damaged if it is read a second time."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(descriptor, position - base, HEADER_BYTES_MAX, os.POSIX_FADV_DONTNEED)
+        data = memoryview(pread(descriptor, HEADER_BYTES_MAX, position - base))
+        try:
+            decode(data, position - base, base, self._node.seed, path)
+        except DamagedFrame:
+            return True
+        return False
 
     def _check_entry(self, record: Record, body: memoryview | None) -> None:
         """body: None if it must be read."""
@@ -208,6 +235,6 @@ def _load(path: Path) -> Place:
         return Place(int(found["position"]), float(found["began_at"]), float(found["ended_at"]), damaged)
     except FileNotFoundError:
         return Place()
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OSError) as error:
         _logger.warning("%s cannot be read; the segments are checked from the beginning: %r", path, error)
         return Place()

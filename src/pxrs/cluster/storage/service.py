@@ -92,6 +92,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             messages.FENCE: self._fence,
             messages.INDEX: self._index,
             messages.LEDGERS: self._ledgers,
+            messages.LACKING: self._lacking,
             messages.COLLECT: self._collect_now,
         }
 
@@ -190,12 +191,16 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             "lac": found.lac,
             "fenced": found.fence or None,
             "more": found.has_more,
-            "may_lack": found.may_lack,
         }
 
     def _ledgers(self, given: Given) -> Result:
         after, limit = given.text("after"), min(max(given.whole("limit"), 1), INDEX_MAX)
         found = [ledger for ledger, _ in self._node.ledgers() if ledger > after]
+        return {"ledgers": found[:limit], "more": len(found) > limit}
+
+    def _lacking(self, given: Given) -> Result:
+        after, limit = given.text("after"), min(max(given.whole("limit"), 1), INDEX_MAX)
+        found = [ledger for ledger in self._node.lacking() if ledger > after]
         return {"ledgers": found[:limit], "more": len(found) > limit}
 
     def _collect_now(self, given: Given) -> Result:
