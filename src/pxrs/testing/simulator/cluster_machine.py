@@ -317,9 +317,11 @@ class Machine:
         version is raised: a repair that is under way may have counted on the entry."""
         if record is None or not record.is_closed:
             return
-        if any(not self.disk.has(record.id, entry) for entry in self.entries_of(record)):
-            self.world.counts["cleared"] += 1
-            self.world.registry.commit({record.key: version}, {record.key: replace(record, is_complete=False)})
+        lacks = any(not self.disk.has(record.id, entry) for entry in self.entries_of(record))
+        if lacks or any(each.node == self.core.node for each in record.joining):
+            self.world.counts["cleared"] += lacks
+            is_complete = record.is_complete and not lacks
+            self.world.registry.commit({record.key: version}, {record.key: replace(record, is_complete=is_complete)})
 
     def entries_of(self, record: LedgerRecord) -> Iterator[int]:
         """The entries of a closed ledger that its record assigns to this node."""

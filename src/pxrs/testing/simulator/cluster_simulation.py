@@ -277,6 +277,7 @@ class ClusterSimulation(ClusterSchedule):
             begin() if self.rng.random() < 0.5 else self.post(begin)
         self.post(lambda: self.end_lease(broker))
 
+    # Over the limit: the kinds of traps share the machines and the moments.
     def _set_trap(self, broker: SimulatedBroker, record: LedgerRecord) -> None:
         """An entry of this ledger is about to be sent to the nodes. What damage can do then, step by step:
 
