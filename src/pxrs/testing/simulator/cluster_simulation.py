@@ -225,7 +225,8 @@ class ClusterSimulation(ClusterSchedule):
 
     def _turn_back(self, machine: Machine, run: int, copy: Disk) -> None:
         """A copy of the disk, made while the machine ran, takes the place of the disk."""
-        if machine.run == run and not self.is_calm and self.may_lose(machine.disk.node):
+        is_same = machine.run == run and copy.node == machine.disk.node
+        if is_same and not self.is_calm and self.may_lose(machine.disk.node):
             self.counts["copy"] += 1
             machine.lose_power() if self.rng.random() < 0.5 else self._crash(machine)
             machine.turn_back(copy)
@@ -298,7 +299,7 @@ class ClusterSimulation(ClusterSchedule):
         a, b, c = (self.machine_of(node) for node in nodes[:3])
         owned = broker.owned[record.topic_id, record.partition]
         writer = owned.writer
-        kinds = ("lost", "turned", *["moved", "begun", "fence"] * 4, *["lac"] * 16 * self.is_beyond)
+        kinds = ("lost", "turned", *["moved"] * 7, *["begun", "fence"] * 5, *["lac"] * 16 * self.is_beyond)
         kind = rng.choice(kinds)
         if self.copied is not None and self.copied[0] in (a, b, c) and self.copied[1] != record.id:
             kind = "begun"
@@ -341,7 +342,7 @@ class ClusterSimulation(ClusterSchedule):
 
         def spring() -> None:
             if kind in ("turned", "begun"):
-                if self.may_lose(a.disk.node) and a.is_up:
+                if self.may_lose(a.disk.node) and a.is_up and copy.node == a.disk.node:
                     self._crash(a)
                     a.turn_back(copy)
                     a.scanned = scanned
