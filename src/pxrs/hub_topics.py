@@ -7,6 +7,7 @@ is logged, because the topic itself is gone, and the janitor tries again (`pxrs.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,6 +26,8 @@ from pxrs.wording import counted
 
 if TYPE_CHECKING:
     from pxrs.copying.copier import Copied
+
+_logger = logging.getLogger(__name__)
 
 CREATE_ATTEMPTS_MAX: Final = 100
 """How often `HubTopics.create_or_open` tries to create a topic that others create and delete at the same time."""
@@ -84,6 +87,8 @@ class HubTopics:
         if self._parts.belonging is not None:
             self._parts.belonging.begin(keeps_unread=topic.keeps_unread)
         created = log.create_topic(topic)
+        for warning in created.warnings:
+            _logger.warning("%s", warning)
         if not log.is_kept_by_server:  # which records it there
             self._audit("create_topic", by, topic=topic.name, topic_id=topic.id, partitions=topic.partitions)
         return created

@@ -302,27 +302,27 @@ class Mutation:
 
 
 MUTATIONS = [
-    Mutation("recovery read without a fence", ClusterDefects(node=ReadsWithoutFence), 35),
+    Mutation("recovery read without a fence", ClusterDefects(node=ReadsWithoutFence), 655),
     Mutation("one refusal less", ClusterDefects(recovery=OneRefusalLess), 1),
-    Mutation("fence checked outside the lock", ClusterDefects(machine=ChecksOutsideTheLock), 1),
-    Mutation("fence answered before the sync", ClusterDefects(node=FencesBeforeSync), 2),
+    Mutation("fence checked outside the lock", ClusterDefects(machine=ChecksOutsideTheLock), 52),
+    Mutation("fence answered before the sync", ClusterDefects(node=FencesBeforeSync), 3),
     Mutation("fenced is a failure of the node", ClusterDefects(broker=broker_with(FencedIsAFailure)), 1),
-    Mutation("a node answers for another one", ClusterDefects(machine=AnswersForAnybody), 273),
-    Mutation("start counter ignored", ClusterDefects(machine=TrustsEveryDisk), 111),
-    Mutation("acknowledged before the sync", ClusterDefects(node=AcksBeforeSync), 1),
-    Mutation("acknowledged before an earlier entry", ClusterDefects(writer=ConfirmsOutOfOrder), 49),
-    Mutation("replacement counted before it is committed", ClusterDefects(writer=CountsReplacementEarly)),
-    Mutation("closed before Qa copies", ClusterDefects(recovery=ClosesBeforeQa), 10),
+    Mutation("a node answers for another one", ClusterDefects(machine=AnswersForAnybody), 298),
+    Mutation("start counter ignored", ClusterDefects(machine=TrustsEveryDisk), 827),
+    Mutation("acknowledged before the sync", ClusterDefects(node=AcksBeforeSync)),
+    Mutation("acknowledged before an earlier entry", ClusterDefects(writer=ConfirmsOutOfOrder), 23),
+    Mutation("replacement counted before it is committed", ClusterDefects(writer=CountsReplacementEarly), 13),
+    Mutation("closed before Qa copies", ClusterDefects(recovery=ClosesBeforeQa), 4),
     Mutation("no producers' state after fail-over", ClusterDefects(broker=broker_with(ForgetsProducers)), 1),
-    Mutation("garbage by records that were listed first", ClusterDefects(machine=ReadsRecordsFirst), 11),
-    Mutation("change without compare-and-set", ClusterDefects(broker=broker_with(ChangesWithoutCompare)), 4),
-    Mutation("recovery's replacement committed before the close", ClusterDefects(recovery=CommitsReplacementFirst), 52),
+    Mutation("garbage by records that were listed first", ClusterDefects(machine=ReadsRecordsFirst), 19),
+    Mutation("change without compare-and-set", ClusterDefects(broker=broker_with(ChangesWithoutCompare)), 47),
+    Mutation("recovery's replacement committed before the close", ClusterDefects(recovery=CommitsReplacementFirst), 15),
     Mutation("readers see what is not confirmed", ClusterDefects(broker=broker_with(ShowsUnconfirmed))),
     # Rules that follow from these, and are easily forgotten.
-    Mutation("removed although it was touched", ClusterDefects(node=RemovesWhatWasTouched), 77),
-    Mutation("removed ledgers forgotten", ClusterDefects(node=ForgetsWhatWasRemoved), 14),
-    Mutation("confirmed during a change", ClusterDefects(writer=ConfirmsDuringChanges), 479),
-    Mutation("needed copies taken away", ClusterDefects(writer=TakesEveryCopyAway)),
+    Mutation("removed although it was touched", ClusterDefects(node=RemovesWhatWasTouched), 11),
+    Mutation("removed ledgers forgotten", ClusterDefects(node=ForgetsWhatWasRemoved), 105),
+    Mutation("confirmed during a change", ClusterDefects(writer=ConfirmsDuringChanges), 27),
+    Mutation("needed copies taken away", ClusterDefects(writer=TakesEveryCopyAway), 46),
 ]
 
 

@@ -66,6 +66,15 @@ def storage(
         Path | None,
         typer.Option("--tls-client-ca", metavar="FILE", help="Refuse brokers without a certificate of this authority."),
     ] = None,
+    mark_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--mark-dir",
+            metavar="DIRECTORY",
+            help="A directory in memory that outlives this process and not the machine; by default /dev/shm or "
+            "/run. In a container: one that outlives the container's restart.",
+        ),
+    ] = None,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
     limit: Annotated[
@@ -82,6 +91,7 @@ def storage(
     """
     # Over the limit: each option of the command is a parameter with its help text.
     try:
+        from pxrs.cluster.storage.mark import default_folder
         from pxrs.cluster.storage.running import StorageSettings
         from pxrs.cluster.storage.settings import StorageLimits
         from pxrs.server.descriptors import connections_within
@@ -95,7 +105,8 @@ def storage(
     limits = with_limits(StorageLimits(), {}, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     credentials = tls_credentials(tls_cert, tls_key, tls_client_ca)
-    settings = StorageSettings(directory, listen, advertise, limits, auth, credentials)
+    marks = mark_dir or default_folder()
+    settings = StorageSettings(directory, listen, advertise, limits, auth, marks, credentials)
     asyncio.run(
         _run(registry, settings, metrics_listen, StartWait(registry_wait, f"the registry {parse(registry).shown}"))
     )

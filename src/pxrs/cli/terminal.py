@@ -42,6 +42,12 @@ def tell_error(what: str, kind: str = "") -> None:
     console.print(line.append(f" ({kind})", "dim") if kind else line, soft_wrap=True)
 
 
+def tell_warning(what: str) -> None:
+    """Print a warning as one line on standard error."""
+    line = Text(f"warning: {printable(what)}", "yellow")
+    Console(stderr=True, highlight=False, emoji=False).print(line, soft_wrap=True)
+
+
 def error_text(error: BaseException) -> str:
     """The message of an error, with the notes that were added to it."""
     what = str(error)

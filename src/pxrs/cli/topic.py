@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -10,7 +13,7 @@ import typer
 
 from pxrs.cli.completion import TopicName
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
-from pxrs.cli.terminal import cell, error_text, facts, show, tell_error
+from pxrs.cli.terminal import cell, error_text, facts, show, tell_error, tell_warning
 from pxrs.cli.topic_changes import alter, settings_of
 from pxrs.cli.topic_copy import copy
 from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
@@ -79,13 +82,32 @@ def create(
         )
         told = f"made {name} with {counted(partitions, 'partition')}"
         try:
-            create_topic()
+            with _warnings_told():
+                create_topic()
         except TopicExists:
             if not exist_ok:
                 raise
             create_topic(exist_ok=True)  # compares the settings
             told = f"{name} is there already, with {counted(partitions, 'partition')} and the same settings"
     typer.echo(told)
+
+
+class _Warnings(logging.Handler):
+    """Tells each warning of the library on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell_warning(record.getMessage())
+
+
+@contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Within the block, what the library logs about a topic that is created is told as other output of the command."""
+    logger, handler = logging.getLogger("pxrs.hub_topics"), _Warnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @app.command("list")

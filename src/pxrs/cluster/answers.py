@@ -32,14 +32,16 @@ class EntryRead(NamedTuple):
 
     entry: int
     head: EntryHead | None
-    """None if the node does not have the entry, or cannot read it."""
+    """None if the node does not have the entry, cannot read it, or does not know whether it had it."""
     body: memoryview = memoryview(b"")
     error: PxrsError | None = None
     """Why the node cannot read the entry. Treat this like a node that does not answer, never as a missing entry."""
+    is_unknown: bool = False
+    """The node is in doubt about the ledger (C7): it does not have the entry now, and may have had it."""
 
     @property
     def is_missing(self) -> bool:
-        return self.head is None and self.error is None
+        return self.head is None and self.error is None and not self.is_unknown
 
 
 class IndexPage(NamedTuple):
@@ -96,6 +98,8 @@ def read_entry(message: bytes, *, is_whole: bool) -> EntryRead:
     entry = int(about["entry"])
     if about.get("missing"):
         return EntryRead(entry, None)
+    if about.get("unknown"):
+        return EntryRead(entry, None, is_unknown=True)
     if "error" in about:
         return EntryRead(entry, None, error=wire.error_of(about["error"]))
     head, body = EntryHead(*about["head"]), memoryview(found.body)

@@ -10,8 +10,9 @@ forget it, which removes its record.
 
 Abandon nodes that will never return, if ledgers cannot be recovered without them. A recovery ends a ledger before the
 first entry of which Qw - Qa + 1 nodes of its write set answer that they do not have it. A node that does not answer
-counts neither for nor against, so the partition waits for it. An abandoned node counts as if it did not have the entry:
-acknowledged entries that no other node has are lost.
+counts neither for nor against, and so does one that is in doubt (C7) as long as another one does not answer. So the
+partition waits. An abandoned node counts as if it did not have the entry: acknowledged entries that no other node has
+are lost.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pxrs.cluster.records import (
     IN_USE,
     RETIRED,
     Abandonment,
+    AliveNode,
     Decision,
     NodeRecord,
     TopicRecord,
@@ -145,7 +147,10 @@ def losses(registry: Registry, nodes: Iterable[str]) -> list[Loss]:
     """What may be lost if these nodes are abandoned: the ledgers that cannot be recovered or read without them. Changes
     nothing. Raises InvalidArgument if one of the nodes is alive or unknown."""
     chosen = frozenset(nodes)
-    alive = {entry.key.removeprefix(records.ALIVE) for entry in registry.scan(records.ALIVE)}
+    alive = {
+        entry.key.removeprefix(records.ALIVE): AliveNode.parse(entry.key, entry.value)
+        for entry in registry.scan(records.ALIVE)
+    }
     for node in sorted(chosen):
         _node(registry, node)
         if node in alive:
@@ -156,18 +161,28 @@ def losses(registry: Registry, nodes: Iterable[str]) -> list[Loss]:
         for name, record in [(entry.key.removeprefix(records.TOPICS), TopicRecord.parse(entry.key, entry.value))]
     }
     found = [LedgerRecord.parse(entry.key, entry.value) for entry in registry.scan(records.LEDGERS)]
-    return assess(found, chosen, alive, topics)
+    unsure = {node for node, each in alive.items() if each.doubts or each.damaged}
+    return assess(found, chosen, alive.keys(), topics, unsure)
 
 
 def assess(
-    ledgers: Iterable[LedgerRecord], nodes: Collection[str], alive: Collection[str], topics: Mapping[str, str]
+    ledgers: Iterable[LedgerRecord],
+    nodes: Collection[str],
+    alive: Collection[str],
+    topics: Mapping[str, str],
+    unsure: Collection[str] = (),
 ) -> list[Loss]:
-    """Pure: as `losses`. alive: the ids of live nodes. topics: names of topics by id."""
+    """Pure: as `losses`. alive: the ids of live nodes. topics: names of topics by id. unsure: the live nodes that are
+    in doubt about some ledger, or have damaged entries: a recovery may not be able to count on them."""
     found = []
     for record in ledgers:
         if record.topic_id not in topics or not record.named.intersection(nodes):
             continue  # a ledger without a topic is removed and never recovered
-        loss = _closed_loss(record, nodes, topics) if record.is_closed else _open_loss(record, nodes, alive, topics)
+        loss = (
+            _closed_loss(record, nodes, topics)
+            if record.is_closed
+            else _open_loss(record, nodes, alive, topics, {*alive} - {*unsure})
+        )
         if loss is not None:
             found.append(loss)
     return found
@@ -186,13 +201,20 @@ def _closed_loss(record: LedgerRecord, nodes: Collection[str], topics: Mapping[s
 
 
 def _open_loss(
-    record: LedgerRecord, nodes: Collection[str], alive: Collection[str], topics: Mapping[str, str]
+    record: LedgerRecord,
+    nodes: Collection[str],
+    alive: Collection[str],
+    topics: Mapping[str, str],
+    sure: Collection[str],
 ) -> Loss | None:
-    """What may be lost of a ledger that is not closed; None if the live nodes are enough to recover it."""
+    """What may be lost of a ledger that is not closed; None if the live nodes are enough to recover it. sure: the live
+    nodes on which a recovery can count."""
     is_blocked, waits_for = False, set[str]()
     before, after = {*record.abandoned}, {*record.abandoned, *nodes}
     for kept, needed in _needed(record):
-        if _awaited(kept, needed, alive, before):
+        if _awaited(kept, needed, alive, before) or (
+            not {*record.abandoned}.intersection(kept) and _awaited(kept, needed, sure, before)
+        ):
             is_blocked = True
             waits_for |= _awaited(kept, needed, alive, after)
     if not is_blocked:

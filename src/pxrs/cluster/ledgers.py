@@ -192,6 +192,9 @@ class LedgerRecord:
     abandoned: tuple[str, ...] = ()
     """The nodes without which an operator decided to continue (C6). If there are any, acknowledged entries may be
     lost."""
+    doubted: tuple[str, ...] = ()
+    """The nodes that were in doubt (C7) when a recovery ended the ledger, if it ended by their answers (C8).
+    Acknowledged entries are lost if more than Qa - 1 copies of them were damaged."""
 
     def __post_init__(self) -> None:
         firsts = [fragment.first for fragment in self.fragments]
@@ -343,6 +346,8 @@ class LedgerRecord:
             }
         if self.abandoned:
             found["abandoned"] = list(self.abandoned)
+        if self.doubted:
+            found["doubted"] = list(self.doubted)
         return encode(found).encode()
 
     @classmethod
@@ -371,6 +376,7 @@ class LedgerRecord:
             stored_at=int(found.get("stored_at", 0)),
             is_complete=bool(found.get("is_complete", False)),
             abandoned=tuple(found.get("abandoned", ())),
+            doubted=tuple(found.get("doubted", ())),
         )
 
 

@@ -294,6 +294,12 @@ class NodeLink:
         found = self._call(messages.LEDGERS, {"after": after, "limit": limit}, timeout_s)
         return [str(each) for each in found["ledgers"]], bool(found["more"])
 
+    def lacking(self, after: str = "", limit: int = 10_000, timeout_s: float | None = None) -> tuple[list[str], bool]:
+        """As `ledgers`, only those of which the node may have lost entries (C7): it is in doubt about them, or cannot
+        read some."""
+        found = self._call(messages.LACKING, {"after": after, "limit": limit}, timeout_s)
+        return [str(each) for each in found["ledgers"]], bool(found["more"])
+
     def collect(self, timeout_s: float | None = None) -> Mapping[str, Any]:
         """Have the node collect garbage now. Returns what it removed. Raises as `index`."""
         return self._call(messages.COLLECT, {}, timeout_s)

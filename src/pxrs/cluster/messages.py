@@ -20,6 +20,7 @@ HELLO: Final = "storage.hello"
 FENCE: Final = "storage.fence"
 INDEX: Final = "storage.index"
 LEDGERS: Final = "storage.ledgers"
+LACKING: Final = "storage.lacking"
 COLLECT: Final = "storage.collect"
 ABOUT_BYTES_MAX: Final = 1 << 20
 """How long the JSON of a message of adds may be. As objects it takes ten times that memory."""

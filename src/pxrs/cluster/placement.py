@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from pxrs import plugins
+from pxrs.cluster.ledgers import Quorum
 from pxrs.cluster.records import AliveNode, BrokerRecord
 from pxrs.errors import InvalidPlacement
 
@@ -97,3 +98,43 @@ def ensemble(placement: Placement, alive: Mapping[str, AliveNode], size: int, tu
     `copies` and `pxrs cluster status` report."""
     chosen: list[str | None] = [*choose(placement, storage_candidates(alive), size, turn)]
     return tuple(chosen + [None] * (size - len(chosen)))
+
+
+class Shortfall(NamedTuple):
+    """Fewer storage nodes accept entries than the ensemble of a topic has positions."""
+
+    accepting: int
+    needed: int
+    """How many must accept entries so that every entry can get Qa acknowledgements."""
+    ensemble: int
+
+    @property
+    def can_store(self) -> bool:
+        """Whether new ledgers can be written, with fewer copies than the topic asks for."""
+        return self.accepting >= self.needed
+
+    def warning(self, topic: str) -> str:
+        """For the caller who creates a topic."""
+        if self.can_store:
+            return f"messages of topic {topic} get fewer copies than asked for: {self}; start more storage nodes"
+        return f"topic {topic} was made, and nothing can be stored in it yet: {self}; start more storage nodes"
+
+    def __str__(self) -> str:
+        if self.can_store:
+            return f"{self.accepting} of {self.ensemble} storage nodes of the ensemble accept entries"
+        return (
+            f"{self.accepting} of {self.needed} needed storage nodes accept entries ({self.ensemble} in the ensemble)"
+        )
+
+
+def nodes_needed(quorum: Quorum) -> int:
+    """How many positions of an ensemble need a node so that every entry can get Qa acknowledgements. The empty ones are
+    next to each other, so a write set may contain all of them."""
+    return quorum.ensemble - quorum.write_quorum + quorum.ack_quorum
+
+
+def shortfall(quorum: Quorum, accepting: int) -> Shortfall | None:
+    """What a topic with this quorum lacks when so many storage nodes accept entries; None if it lacks nothing."""
+    if accepting >= quorum.ensemble:
+        return None
+    return Shortfall(accepting, nodes_needed(quorum), quorum.ensemble)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from pxrs.attention import Attention
-from pxrs.cluster.status import UNCHECKED, ClusterStatus, LedgerStatus, Shortage
-from pxrs.wording import counted
+from pxrs.cluster.status import (
+    UNCHECKED,
+    ClusterStatus,
+    LackingNodes,
+    LedgerStatus,
+    NodeStatus,
+    Shortage,
+    UnservedPartition,
+)
+from pxrs.cluster.troubles import ADVICE, NODES, PLACEMENT
+from pxrs.wording import counted, time_text
 
 LEDGERS_MAX: Final = 20
 """How many ledgers that lack copies are listed; of the others only the number is shown."""
 NAMES_MAX: Final = 5
+REASONS_MAX: Final = 20
+"""How many reasons are listed for which partitions are not served."""
+REFUSES: Final = "make room on its disk, or see the log of the node"
 ID_CHARACTERS: Final = 8
 """How many characters of an id are shown. `pxrs cluster retire` and `abandon` accept such a prefix."""
 
@@ -28,11 +41,22 @@ def problems(found: ClusterStatus) -> Iterator[Attention]:
     if found.without_owner:
         names = [f"{each.topic}/{each.partition}" for each in found.without_owner]
         yield Attention(True, "cluster", "", f"{counted(len(names), 'partition')} without an owner: {some(names)}")
+    yield from _too_few_nodes(found.cannot_store)
+    yield from _unserved(found)
+    for failed in found.placements:
+        text = (
+            f"broker {failed.owner} can choose no storage nodes for {failed.topic}: {failed.why}; {ADVICE[PLACEMENT]}"
+        )
+        yield Attention(True, "topic", failed.topic, text)
+    for node in found.nodes:
+        yield from _disk(node)
     yield from _shortages(found)
     for node in found.nodes:
         if node.refuses is not None:
-            text = f"storage node {short(node.id)} at {node.address} accepts no entries: {node.refuses}"
+            text = f"storage node {short(node.id)} at {node.address} accepts no entries: {node.refuses}; {REFUSES}"
             yield Attention(True, "node", node.id, text)
+    yield from _too_few_nodes([each for each in found.lacking_nodes if each.can_store])
+    yield from _doubted(found)
     for each in found.abandoned:
         nodes = some([short(node) for node in each.nodes])
         text = f"ledger {each.ledger} will be recovered without {nodes}, as {each.who} decided"
@@ -40,6 +64,67 @@ def problems(found: ClusterStatus) -> Iterator[Attention]:
     for gone in found.deletions:
         text = f"topic {gone.name} is being deleted: {counted(gone.ledgers, 'ledger')} left"
         yield Attention(False, "topic", gone.name, text)
+
+
+def _too_few_nodes(lacking: Iterable[LackingNodes]) -> Iterator[Attention]:
+    """One line for all topics that lack the same."""
+    topics: defaultdict[tuple[bool, str], list[str]] = defaultdict(list)
+    for each in lacking:
+        topics[each.can_store, each.why].append(each.topic)
+    for (can_store, why), names in topics.items():
+        which = f"{'topic' if len(names) == 1 else 'topics'} {some(names)}"
+        if can_store:
+            text = f"new messages of {which} get fewer copies than asked for: {why}; {ADVICE[NODES]}"
+        else:
+            text = f"nothing can be stored in {which}: {why}; {ADVICE[NODES]}"
+        yield Attention(not can_store, "cluster", "", text)
+
+
+def _unserved(found: ClusterStatus) -> Iterator[Attention]:
+    """One line for all partitions that one broker does not serve for one reason."""
+    rows: defaultdict[tuple[str, str, str], list[UnservedPartition]] = defaultdict(list)
+    for each in found.unserved:
+        rows[each.owner, each.kind, each.why].append(each)
+    for (owner, kind, why), some_of in list(rows.items())[:REASONS_MAX]:
+        names = [f"{each.topic}/{each.partition}" for each in some_of]
+        not_served = f"{counted(len(names), 'partition')} owned by broker {owner} and not served"
+        text = f"{not_served} since {time_text(some_of[0].since)}, {some(names)}: {why}; {ADVICE[kind]}"
+        yield Attention(True, "cluster", "", text)
+    listed = sum(len(each) for each in list(rows.values())[:REASONS_MAX])
+    if more := len(found.unserved) + found.unserved_more - listed:
+        yield Attention(True, "cluster", "", f"{counted(more, 'more partition')} not served; the brokers' logs say why")
+
+
+def _disk(node: NodeStatus) -> Iterator[Attention]:
+    name = f"storage node {short(node.id)} at {node.address}"
+    if node.doubts:
+        text = (
+            f"{name} is in doubt about {counted(node.doubts, 'ledger')}: it may have lost entries of them; keep the "
+            "other storage nodes running, which have the other copies"
+        )
+        yield Attention(True, "node", node.id, text)
+    if node.damaged:
+        text = (
+            f"{name} has {counted(node.damaged, 'damaged place', 'damaged places')} on its disk that are not repaired "
+            "yet: check the disk; brokers make the copies anew from other storage nodes"
+        )
+        yield Attention(True, "node", node.id, text)
+    if node.is_unchecked:
+        yield Attention(True, "node", node.id, f"{name} compares what it has with what the ledgers' records say")
+
+
+def _doubted(found: ClusterStatus) -> Iterator[Attention]:
+    doubted = [ledger for ledger in found.ledgers if ledger.doubted]
+    for ledger in doubted[:LEDGERS_MAX]:
+        nodes = some([short(node) for node in ledger.doubted])
+        text = (
+            f"{_place(ledger)} was ended by answers of storage nodes that were in doubt ({nodes}): acknowledged "
+            f"messages from offset {ledger.end} on are lost if damage took all their copies"
+        )
+        yield Attention(False, "ledger", ledger.id, text)
+    if len(doubted) > LEDGERS_MAX:
+        text = f"so were {counted(len(doubted) - LEDGERS_MAX, 'more ledger')}"
+        yield Attention(False, "cluster", "", text)
 
 
 def _shortages(found: ClusterStatus) -> Iterator[Attention]:

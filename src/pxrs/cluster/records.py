@@ -6,6 +6,7 @@
     cluster/brokers/<incarnation>                   BrokerRecord, ephemeral
     cluster/nodes/<node id>                         NodeRecord, persistent
     cluster/alive/<node id>                         AliveNode, ephemeral
+    cluster/troubles/<incarnation>                  Troubles, ephemeral: what a broker does not serve (`troubles`)
     cluster/owners/<topic id>/<partition>           OwnerRecord, persistent: the guard of a partition (R4)
     cluster/ledgers/<topic id>/<partition>/<number> LedgerRecord, persistent (`ledgers`)
     cluster/abandoned/<ledger id>                   Abandonment, persistent until the ledger is recovered
@@ -223,6 +224,9 @@ class NodeRecord:
     start: str = ""
     """A random id of the start that wrote `starts`. The disk has it too, so a node can tell its own start from that of
     a process on a copy of its disk. Empty if a version of pxrs without such ids wrote the record."""
+    stopped_at: int | None = None
+    """The end of the journal at the last stop, written after everything that was acknowledged was synced. None while
+    the node runs, and if it did not stop in order (C9)."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()
@@ -244,6 +248,15 @@ class AliveNode:
     free_bytes: int = 0
     refuses: str | None = None
     """Why the node accepts no entries, for example because its disk is full; None if it accepts them."""
+    doubts: int = 0
+    """How many ledgers are in doubt: the node does not know which of their entries it has lost (C7)."""
+    damaged: int = 0
+    """How many entries, or ranges of the journal, are damaged and not repaired yet."""
+    is_unchecked: bool = False
+    """The node has started in doubt, and has not compared all closed ledgers with its journal yet."""
+    cleared: int = 0
+    """How often this process has cleared `is_complete` of a closed ledger's record, because the node lacks entries of
+    it. A change tells brokers to read the records of the node's ledgers again."""
 
     def dump(self) -> bytes:
         return encode(asdict(self)).encode()

@@ -20,7 +20,8 @@ class FenceNode(NamedTuple):
 
 
 class ReadEntry(NamedTuple):
-    """Read the entry from the node, with the recovery number; then call `found`, `missing`, `refused` or `failed`."""
+    """Read the entry from the node, with the recovery number; then call `found`, `missing`, `doubtful`,
+    `unreadable`, `refused` or `failed`."""
 
     node: str
     entry: int
@@ -39,7 +40,7 @@ class AddEntry(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """Determine the total length in bytes of the entries 1 to `last`, then call `measured`."""
+    """Determine the total length in bytes of the entries 1 to `last`, then call `measured` with `last`."""
 
     last: int
 
@@ -61,7 +62,7 @@ class Stopped(NamedTuple):
     why: str
     """FENCED: a later recovery has fenced a node. CHANGED: another process has changed the record. In both cases read
     the record again, and begin a new recovery if this broker still owns the partition. DAMAGED: none of its nodes has
-    an entry that was confirmed."""
+    an entry that was confirmed, or a node that is in doubt had it."""
     record: LedgerRecord | None = None
     version: int = 0
 

@@ -28,7 +28,7 @@ every entry that is not confirmed is unknown until the owner of the partition ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -134,6 +134,11 @@ class LedgerWriter:
         return self._last.next_offset
 
     @property
+    def slots(self) -> Sequence[Slot]:
+        """The positions of the last fragment."""
+        return self._slots
+
+    @property
     def is_degraded(self) -> bool:
         """Whether a position has no node now."""
         return any(slot.node is None or slot.is_failed for slot in self._slots)
@@ -197,14 +202,26 @@ class LedgerWriter:
 
     def failed(self, node: str, tenure: int, *, is_lasting: bool = False) -> list[Action]:
         """The node did not answer in time, or refused an add, for example because its disk is full. is_lasting: it must
-        not be used for this ledger again, because it has removed the ledger (LedgerRemoved)."""
+        not be used for this ledger again, and may have lost what it has acknowledged: it has removed the ledger, or has
+        restarted in doubt (LedgerRemoved)."""
         position = self._by_node.get(node)
         if is_lasting:
             self._barred.add(node)
+            self._has_gaps = self._has_gaps or node in self.record.named
         if position is None or self.stopped or self._slots[position].tenure != tenure:
             return []
         self._slots[position].is_failed = True
+        if is_lasting:
+            # It may have lost what it has acknowledged. What is confirmed already is made good by a repair.
+            for entry in range(self.confirmed + 1, self.next):
+                self._acks[entry] &= ~(1 << position)
         return self._propose()
+
+    def doubted(self, node: str) -> list[Action]:
+        """The node has restarted in doubt (C7) and takes no more entries of this ledger."""
+        position = self._by_node.get(node)
+        tenure = -1 if position is None else self._slots[position].tenure
+        return self.failed(node, tenure, is_lasting=True)
 
     def fenced(self) -> list[Action]:
         """A node has answered that the ledger is fenced."""

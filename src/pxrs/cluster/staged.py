@@ -33,6 +33,8 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.staging.frames import Piece
 
 STAGED: Final = "cluster/staged/"
+LEDGER: Final = "staged-"
+"""With this begins the id of the ledger of a staged file."""
 FEEDS: Final = "cluster/staging/feeds/"
 KEPT: Final = "cluster/staging/topics/"
 _HEAD: Final = struct.Struct("<4sHHIIQQqq16x")
@@ -62,7 +64,7 @@ class StagedName(NamedTuple):
 
     def ledger(self) -> LedgerName:
         """The ledger of a new file. Names of files are never reused, so the ids of their ledgers are not either."""
-        return LedgerName(f"staged-{self.topic}-{self.file}", 0, 0)
+        return LedgerName(f"{LEDGER}{self.topic}-{self.file}", 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

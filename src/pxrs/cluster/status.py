@@ -1,4 +1,4 @@
-"""The state of the cluster as recorded in the registry: brokers, storage nodes, topics, partitions, ledgers, shortages.
+"""The state of the cluster as recorded in the registry: brokers, storage nodes, topics, partitions, ledgers, faults.
 
 `read_status` needs no broker. `assemble` is pure. The records are read by several scans one after the other, so they
 may be of slightly different moments, and may have changed when they are shown.
@@ -19,6 +19,7 @@ from pxrs.cluster import records
 from pxrs.cluster.copies import is_used
 from pxrs.cluster.ledgers import CLOSED, LedgerName, LedgerRecord
 from pxrs.cluster.naming import known_cluster_id
+from pxrs.cluster.placement import shortfall, storage_candidates
 from pxrs.cluster.records import (
     RETIRED,
     Abandonment,
@@ -30,6 +31,7 @@ from pxrs.cluster.records import (
     TopicRecord,
 )
 from pxrs.cluster.staged import STAGED, StagedFile, StagedName
+from pxrs.cluster.troubles import TROUBLES, Troubles
 from pxrs.model import is_internal
 from pxrs.registry.contract import Registry
 
@@ -78,6 +80,12 @@ class NodeStatus:
     """The number of ledgers of which the node has data, as the node reports it."""
     named: int
     """The number of ledgers whose record names the node. If it is 0, the cluster does not need the node."""
+    doubts: int = 0
+    """The number of ledgers about which the node is in doubt (C7); 0 for a node that is away, like the next field."""
+    damaged: int = 0
+    """The number of damaged entries on the node that are not repaired yet."""
+    is_unchecked: bool = False
+    """The node has started in doubt, and has not compared all closed ledgers with its disk yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,9 @@ class LedgerStatus:
     is_complete: bool
     abandoned: tuple[str, ...]
     """Nodes without which an operator has decided to continue: acknowledged entries may be lost."""
+    doubted: tuple[str, ...]
+    """Nodes that were in doubt when a recovery ended the ledger by their answers (C8): acknowledged entries may be
+    lost."""
     shortages: tuple[Shortage, ...]
     """Empty for a ledger of a deleted topic, and for one of staged rows that is not closed. The first is removed, not
     repaired. So is the second if its writer has died, which nobody can see."""
@@ -162,6 +173,53 @@ class PartitionStatus:
     """The size of its closed ledgers, in bytes."""
     under_replicated: int
     """How many of its ledgers lack copies."""
+    unserved: str | None
+    """Why its owner does not serve it; None if it does, if there is no owner, or if the owner lists too many others."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnservedPartition:
+    """A partition that its owner cannot serve: it stores nothing, and may not answer reads."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    broker: str
+    """The incarnation of its owner."""
+    owner: str
+    """The owner's name, or its address if it has no name."""
+    since: float
+    """Wall-clock seconds, by the clock of the broker."""
+    kind: str
+    """One of `troubles.KINDS`."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LackingNodes:
+    """Fewer storage nodes accept entries than the ensemble of a topic has positions."""
+
+    topic: str
+    accepting: int
+    """How many storage nodes accept entries."""
+    needed: int
+    """How many must accept entries so that anything can be stored."""
+    ensemble: int
+    can_store: bool
+    """Whether messages are stored, with fewer copies than the topic asks for."""
+    why: str
+    """The numbers as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPlacement:
+    """The placement function of a topic has failed at a broker."""
+
+    topic: str
+    placement: str
+    owner: str
+    """The name or the address of the broker."""
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +256,12 @@ class ClusterStatus:
     ledgers: tuple[LedgerStatus, ...] = ()
     deletions: tuple[Deletion, ...] = ()
     abandoned: tuple[AbandonedLedger, ...] = ()
+    unserved: tuple[UnservedPartition, ...] = ()
+    """Those that have been unserved for longest first. A broker lists at most `troubles.LISTED_MAX`."""
+    unserved_more: int = 0
+    """How many more partitions are owned and not served, and not listed."""
+    lacking_nodes: tuple[LackingNodes, ...] = ()
+    placements: tuple[FailedPlacement, ...] = ()
 
     @property
     def shortages(self) -> list[Shortage]:
@@ -213,10 +277,22 @@ class ClusterStatus:
         return [each for each in self.partitions if not each.broker]
 
     @property
+    def cannot_store(self) -> list[LackingNodes]:
+        """The topics in which nothing can be stored, because too few storage nodes accept entries."""
+        return [each for each in self.lacking_nodes if not each.can_store]
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether a partition is not served, a ledger lacks copies, nothing can be stored in a topic, a placement
+        function fails, or a node is in doubt or has damaged entries. `pxrs cluster status` then exits with 1."""
+        is_disk_bad = any(node.doubts or node.damaged or node.is_unchecked for node in self.nodes)
+        is_unserved = self.without_owner or self.unserved or self.unserved_more
+        return bool(is_unserved or self.under_replicated or self.cannot_store or self.placements or is_disk_bad)
+
+    @property
     def is_whole(self) -> bool:
-        """Whether every partition has an owner, every entry has all its copies, no deletion is unfinished, and no
-        decision to abandon nodes is pending."""
-        return not (self.without_owner or self.under_replicated or self.deletions or self.abandoned)
+        """Whether there are no faults, no deletion is unfinished, and no decision to abandon nodes is pending."""
+        return not (self.has_faults or self.deletions or self.abandoned)
 
     def to_json(self, *, ledgers: bool = True) -> dict[str, Any]:
         """The status as plain values for JSON. ledgers: include the list of all ledgers, which may be long."""
@@ -226,6 +302,8 @@ class ClusterStatus:
         return {
             **found,
             "is_whole": self.is_whole,
+            "has_faults": self.has_faults,
+            "doubted": [{"ledger": each.id, "nodes": each.doubted} for each in self.ledgers if each.doubted],
             "under_replicated": len(self.under_replicated),
             "shortages": [asdict(shortage) for shortage in self.shortages],
         }
@@ -249,6 +327,8 @@ class Found:
     """By ledger id, in the form that the key has."""
     staged: Mapping[str, StagedName] = field(default_factory=dict)
     """By the id of the ledger that has the rows."""
+    troubles: Mapping[str, Troubles] = field(default_factory=dict)
+    """By the incarnation of the broker."""
 
 
 def read_status(registry: Registry) -> ClusterStatus:
@@ -272,6 +352,7 @@ def read_status(registry: Registry) -> ClusterStatus:
                 StagedFile.parse(entry.key, entry.value).ledger: StagedName.of_key(entry.key)
                 for entry in registry.scan(STAGED)
             },
+            scan(TROUBLES, Troubles.parse),
         )
     )
 
@@ -283,6 +364,7 @@ def assemble(found: Found) -> ClusterStatus:
     short = Counter(ledger.topic for ledger in ledgers if ledger.shortages)
     left = Counter(ledger.topic_id for ledger in ledgers)
     unclosed = {ledger.id for ledger in ledgers if ledger.state != CLOSED}
+    unserved = _unserved(found, names)
     return ClusterStatus(
         found.id,
         _brokers(found),
@@ -301,7 +383,7 @@ def assemble(found: Found) -> ClusterStatus:
             )
             for name, record in sorted(found.topics.items())
         ),
-        _partitions(found, ledgers),
+        _partitions(found, ledgers, {(each.topic_id, each.partition): each.why for each in unserved}),
         tuple(ledgers),
         tuple(
             Deletion(topic_id, gone.name, gone.deleted_at, left[topic_id])
@@ -312,6 +394,62 @@ def assemble(found: Found) -> ClusterStatus:
             for name, each in sorted((LedgerName.of_id(ledger), each) for ledger, each in found.abandoned.items())
             if name.id in unclosed
         ),
+        unserved,
+        sum(
+            max(0, each.unserved_total - len(each.unserved))
+            for broker, each in found.troubles.items()
+            if broker in found.brokers
+        ),
+        _lacking_nodes(found),
+        _placements(found, names),
+    )
+
+
+def _unserved(found: Found, names: Mapping[str, str]) -> tuple[UnservedPartition, ...]:
+    """What brokers report of partitions that they still own."""
+    rows = []
+    for incarnation, troubles in found.troubles.items():
+        broker = found.brokers.get(incarnation)
+        for each in troubles.unserved:
+            owner = found.owners.get(f"{each.topic_id}/{each.partition}")
+            if broker is not None and owner is not None and owner.broker == incarnation and each.topic_id in names:
+                rows.append(
+                    UnservedPartition(
+                        names[each.topic_id],
+                        each.topic_id,
+                        each.partition,
+                        incarnation,
+                        broker.name or broker.address,
+                        each.since,
+                        each.kind,
+                        each.why,
+                    )
+                )
+    return tuple(sorted(rows, key=lambda row: (row.since, row.topic, row.partition)))
+
+
+def _lacking_nodes(found: Found) -> tuple[LackingNodes, ...]:
+    retired = {node for node, record in found.nodes.items() if record.state == RETIRED}
+    accepting = len(storage_candidates(found.alive, retired))
+    rows = []
+    for name, record in sorted(found.topics.items()):
+        lack = shortfall(record.quorum, accepting)
+        if lack is not None:
+            rows.append(LackingNodes(name, *lack, lack.can_store, f"{lack}"))
+    return tuple(rows)
+
+
+def _placements(found: Found, names: Mapping[str, str]) -> tuple[FailedPlacement, ...]:
+    return tuple(
+        FailedPlacement(
+            names[each.topic_id],
+            found.topics[names[each.topic_id]].placement,
+            found.brokers[incarnation].name or found.brokers[incarnation].address,
+            each.why,
+        )
+        for incarnation, troubles in sorted(found.troubles.items())
+        for each in troubles.placements
+        if incarnation in found.brokers and each.topic_id in names
     )
 
 
@@ -350,12 +488,17 @@ def _nodes(found: Found) -> tuple[NodeStatus, ...]:
                 shown.free_bytes,
                 shown.ledgers,
                 named[node],
+                shown.doubts,
+                shown.damaged,
+                shown.is_unchecked,
             )
         )
     return tuple(nodes)
 
 
-def _partitions(found: Found, ledgers: list[LedgerStatus]) -> tuple[PartitionStatus, ...]:
+def _partitions(
+    found: Found, ledgers: list[LedgerStatus], unserved: Mapping[tuple[str, int], str]
+) -> tuple[PartitionStatus, ...]:
     chains: defaultdict[tuple[str, int], list[LedgerStatus]] = defaultdict(list)
     for ledger in ledgers:
         chains[ledger.topic_id, ledger.partition].append(ledger)
@@ -378,6 +521,7 @@ def _partitions(found: Found, ledgers: list[LedgerStatus]) -> tuple[PartitionSta
                     chain[0].base if chain else 0,
                     sum(ledger.size for ledger in chain),
                     sum(bool(ledger.shortages) for ledger in chain),
+                    unserved.get((record.topic.id, number)),
                 )
             )
     return tuple(partitions)
@@ -402,6 +546,7 @@ def _ledger(record: LedgerRecord, names: Mapping[str, str], found: Found) -> Led
         tuple((fragment.first, fragment.nodes) for fragment in record.fragments),
         record.is_complete,
         record.abandoned,
+        record.doubted,
         tuple(_shortages(record, topic, found)) if has_shortages else (),
     )
 

@@ -42,14 +42,15 @@ class NodeFull(NodeUnreachable):
 
 
 class LedgerRemoved(NodeUnreachable):
-    """The storage node has removed this ledger as garbage, and takes no more entries from the ledger's writer. The
-    writer replaces the node in this ledger, as after any failure of the node."""
+    """The storage node has removed this ledger as garbage, or may have lost a part of it with its disk, and takes no
+    more entries from the ledger's writer. The writer replaces the node in this ledger, as after any failure of the
+    node, and does not count on what the node has acknowledged."""
 
     code = "cluster.ledger-removed"
 
     def __init__(self, node: str, ledger: str) -> None:
         self.ledger = ledger
-        super().__init__(node, f"it has removed ledger {ledger}")
+        super().__init__(node, f"it has removed ledger {ledger}, or may have lost a part of it")
 
 
 class LedgerFenced(ClusterError):
@@ -98,14 +99,16 @@ class PartitionUnavailable(ClusterError, AppendFailed, ReadFailed):
 
 
 class NotEnoughNodes(ClusterError):
-    """Fewer storage nodes take new ledgers than an entry needs to be acknowledged. Start more storage nodes, or choose
-    smaller quorums for a new topic."""
+    """Fewer storage nodes accept entries than an entry needs to be acknowledged. Start more storage nodes, or choose
+    smaller quorums for a new topic. `needed` of the `ensemble` must accept entries, and `alive` do."""
 
     code = "cluster.not-enough-nodes"
 
-    def __init__(self, needed: int, alive: int) -> None:
-        self.needed, self.alive = needed, alive
-        super().__init__(f"{needed} storage nodes are needed and {alive} take new ledgers; start more of them")
+    def __init__(self, needed: int, alive: int, ensemble: int) -> None:
+        self.needed, self.alive, self.ensemble = needed, alive, ensemble
+        super().__init__(
+            f"{alive} of {needed} needed storage nodes accept entries ({ensemble} in the ensemble); start more of them"
+        )
 
 
 class NodeFormatUnsupported(ClusterError, InvalidArgument):
@@ -123,7 +126,7 @@ class NodeFormatUnsupported(ClusterError, InvalidArgument):
 
 
 class InvalidPlacement(ClusterError, InvalidArgument):
-    """A placement is not known, or has returned something else than distinct nodes among those it was given. The text
-    says which and what to do."""
+    """A placement is not known, has raised an error, or has returned something else than enough distinct nodes among
+    those it was given. The text says which and what to do."""
 
     code = "cluster.invalid-placement"

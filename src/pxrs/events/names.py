@@ -173,6 +173,13 @@ _EVENTS: Final = (
         ("topic", "topic_id", "partition", "ledger", "entries", "nodes", "seconds", "left"),
     ),
     Kind(
+        "ledger.ended_in_doubt",
+        "{topic}/{partition}: ledger {ledger} ends at offset {end} by answers of storage nodes that were in doubt: "
+        "{nodes}",
+        ("topic", "topic_id", "partition", "ledger", "end", "nodes"),
+        logging.WARNING,
+    ),
+    Kind(
         "staged.repaired",
         "rows that query {query} has staged for {topic}: ledger {ledger} got copies of {entries} entries in {seconds} "
         "s; {left} places lack one",

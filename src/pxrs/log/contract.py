@@ -297,6 +297,8 @@ class TopicLog(Source):
     topic: Topic
     clock: Clock = SYSTEM
     """Whose `wall_time_us` appends are stamped with, and the age of what is stored is counted by."""
+    warnings: Sequence[str] = ()
+    """Of a handle that `Log.create_topic` has returned: what its caller should know, each as one sentence."""
 
     @property
     def local(self) -> TopicLog:

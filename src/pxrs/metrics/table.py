@@ -211,12 +211,43 @@ STORAGE_FREE: Final = _metric("pxrs.storage.free", "gauge", "By", "", "Free byte
 STORAGE_REFUSES: Final = _metric(
     "pxrs.storage.refuses", "gauge", "{node}", "", "1 while the storage node takes no entries, such as on a full disk."
 )
+STORAGE_DOUBTS: Final = _metric(
+    "pxrs.storage.doubts",
+    "gauge",
+    "{ledger}",
+    "",
+    "Ledgers of which the storage node does not know what it has lost, since a start after a power loss or damage.",
+)
+STORAGE_DAMAGED: Final = _metric(
+    "pxrs.storage.damaged",
+    "gauge",
+    "{entry}",
+    "",
+    "Entries, and ranges of the journal, that the disk of the storage node has damaged and that are not repaired yet.",
+)
+STORAGE_SCRUBBED: Final = _metric(
+    "pxrs.storage.scrubbed", "counter", "By", "", "Bytes of sealed segments that were read to find damage."
+)
+STORAGE_SCRUB_LEFT: Final = _metric(
+    "pxrs.storage.scrub_left", "gauge", "By", "", "Bytes of sealed segments that this round has not read yet."
+)
+STORAGE_SCRUB_ENDED: Final = _metric(
+    "pxrs.storage.scrub_ended", "gauge", "s", "", "When the last round ended, in seconds since 1970; 0: none has."
+)
 BROKER_PARTITIONS: Final = _metric(
     "pxrs.broker.partitions",
     "gauge",
     "{partition}",
     "state",
     "Partitions that the broker owns: serving, or opening, which is also the state of one that could not be opened.",
+)
+BROKER_UNSERVED: Final = _metric(
+    "pxrs.broker.unserved",
+    "gauge",
+    "{partition}",
+    "reason",
+    "Partitions that the broker owns and has not served for 2 s: too few storage nodes accept entries (nodes), the "
+    "topic's placement function fails (placement), what is stored cannot be recovered or read (recovery), or other.",
 )
 BROKER_ENTRIES: Final = _metric(
     "pxrs.broker.entries",

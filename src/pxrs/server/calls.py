@@ -75,7 +75,8 @@ def _create_topic(served: Served, given: Given, at: float) -> Result:
         asked = wire.topic_of(settings)
     except TypeError as error:
         raise InvalidArgument(f"{given.call}: settings do not describe a topic: {error}") from error
-    return {"topic": wire.topic_to_dict(served.hub.create_described(asked, by=served.caller.who).topic)}
+    made = served.hub.create_described(asked, by=served.caller.who)
+    return {"topic": wire.topic_to_dict(made.topic), "warnings": list(made.log.warnings)}
 
 
 def _alter_topic(served: Served, given: Given, at: float) -> Result:

@@ -80,16 +80,18 @@ def view(found: ClusterStatus) -> dict[str, Any]:
                 "start": each.start,
                 "size": each.size,
                 "lacking": each.under_replicated,
+                "unserved": each.unserved,
             }
-            for each in sorted(found.partitions, key=lambda row: (bool(row.broker), -row.under_replicated))[
-                :PARTITIONS_MAX
-            ]
+            for each in sorted(
+                found.partitions, key=lambda row: (bool(row.broker), row.unserved is None, -row.under_replicated)
+            )[:PARTITIONS_MAX]
         ],
         "partitions_total": len(found.partitions),
         "ledgers": [_ledger(each) for each in chosen],
         "ledgers_total": len(found.ledgers),
         "lacking": len(found.under_replicated),
         "without_owner": len(found.without_owner),
+        "unserved": len(found.unserved) + found.unserved_more,
     }
 
 
@@ -109,6 +111,8 @@ def _nodes(found: ClusterStatus) -> list[dict[str, Any]]:
             "free": each.free_bytes if each.is_alive else None,
             "ledgers": each.named,
             "copying": copying[each.id],
+            "doubts": each.doubts,
+            "damaged": each.damaged,
         }
         for each in found.nodes
     ]
@@ -149,4 +153,5 @@ def _ledger(ledger: LedgerStatus) -> dict[str, Any]:
         "copies": copies,
         "empty": sum(each.node is None for each in ledger.shortages),
         "abandoned": [short(node) for node in ledger.abandoned],
+        "doubted": [short(node) for node in ledger.doubted],
     }

@@ -153,6 +153,30 @@ def test_the_partitions_of_a_killed_broker_serve_again_after_its_lease(
         assert took < LONG_LEASE_S + SLACK_S
 
 
+def test_the_partitions_of_a_killed_broker_serve_again_although_a_storage_node_hangs(
+    cluster: ClusterProcesses, registry: Registry
+) -> None:
+    """The recoveries wait half a second for its answers, and the next ledgers for its timeout."""
+    with pxrs.open(cluster.url) as hub:
+        topic = hub.create_topic("killed-broker-hung-node", partitions=PARTITIONS)
+        all_serve(hub, topic.name)
+        broker = max(cluster.brokers, key=lambda each: len(owned_by(registry, topic.id, each)))
+        mine = owned_by(registry, topic.id, broker)
+        node = cluster.nodes[1].process
+        with hub.producer(topic.name) as producer:
+            producer.send(b"x", partition=mine[0]).result(PATIENCE_S)
+            node.pause()
+            began = time.monotonic()
+            broker.process.kill()
+            for receipt in [producer.send(b"x", partition=number) for number in mine]:
+                receipt.result(PATIENCE_S)
+            took = time.monotonic() - began
+        node.resume()
+        broker.process.start()
+        print(f"broker killed, node hung: {len(mine)} partitions served after {took:.2f} s, lease {LONG_LEASE_S} s")  # noqa: T201
+        assert took < LONG_LEASE_S + 1.0 + SLACK_S
+
+
 def test_a_killed_storage_node_holds_up_no_producer_and_is_told_of_where_there_is_no_spare(
     cluster: ClusterProcesses,
 ) -> None:

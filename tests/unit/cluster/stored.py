@@ -64,9 +64,10 @@ def stored(node: StorageNode, ledger: str = LEDGER, last: int = 50) -> list[int]
 
 
 @contextmanager
-def opened(folder: Path, **settings: int) -> Iterator[StorageNode]:
+def opened(folder: Path, *, proof: int | None = None, **settings: int) -> Iterator[StorageNode]:
+    """proof: up to which position the journal is known to be synced."""
     folder.mkdir(exist_ok=True)
-    node = StorageNode(NODE, str(folder), NodeSettings(**{"free_bytes_min": 1, **settings}))
+    node = StorageNode(NODE, str(folder), NodeSettings(**{"free_bytes_min": 1, **settings}), proof=proof)
     try:
         yield node
     finally:

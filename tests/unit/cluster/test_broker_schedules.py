@@ -346,7 +346,7 @@ def test_a_partition_that_was_given_up_while_it_was_opened_serves_nothing(found:
     moved = PartitionMoved("a test")
     begun = partition.begin_next(0)
     partition.give_up(moved)
-    partition.serve(Opened([], begun, Producers()))
+    partition.serve(Opened([], begun, Producers(), {}))
     assert partition._writer is None
     assert partition.why_not is moved
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,14 @@ def test_p5_a_node_that_keeps_other_entries_of_the_ledger_can_take_a_recovered_o
         closed = found.recoverer(Fragment(0, ("a", "b", "c")), Fragment(1, ("a", "b", "d"))).run()
         assert closed.record.last == 0
         assert {*closed.record.fragments[0].nodes} == {"a", "d", "e"}
+
+
+def test_p9_a_placement_function_that_fails_does_not_stop_a_recovery_that_needs_no_spare() -> None:
+    with scene([Node("a", 0), Node("b", 0), Node("c")], Quorum()) as found:
+        found.topic = replace(found.topic, placement="not installed")
+        assert found.recoverer(Fragment(0, ("a", "b", "c"))).run().record.last == 0
+        (failed,) = found.broker.placements.failed
+        assert (failed.topic_id, "not installed" in failed.why) == ("t", True)
 
 
 def test_a_node_that_hangs_holds_one_thread_for_each_question() -> None:

@@ -11,6 +11,8 @@ from pxrs.cluster.recovery import (
     CHANGED,
     DAMAGED,
     FENCED,
+    UNKNOWN,
+    UNREADABLE,
     AddEntry,
     Closed,
     FenceNode,
@@ -61,6 +63,11 @@ def adds(actions: list[Any]) -> list[tuple[str, int]]:
     return sorted((action.node, action.entry) for action in actions if isinstance(action, AddEntry))
 
 
+def after_a_while(recovery: Recovery) -> list[Any]:
+    """What the recovery does, apart from asking again, when nobody has answered for a retry period."""
+    return [action for action in recovery.retry() if not isinstance(action, (ReadEntry, FenceNode))]
+
+
 def test_c2_nothing_is_read_before_qw_minus_qa_plus_1_nodes_of_every_write_set_are_fenced() -> None:
     recovery, actions = begun()
     assert actions == [FenceNode(node, 1) for node in "abc"]
@@ -86,7 +93,8 @@ def test_fragments_that_hold_confirmed_entries_alone_need_no_fence() -> None:
 def test_p5_the_ledger_ends_where_enough_of_the_write_set_have_no_entry_and_silence_is_no_answer() -> None:
     recovery, _ = fenced("a", "b")
     assert recovery.missing("a", 0) == [] == recovery.missing("a", 0) == recovery.failed("b") == recovery.failed("c")
-    closed, version = proposed(recovery.missing("c", 0))
+    assert recovery.missing("c", 0) == [], "b may have the entry, and has had no time to answer"
+    closed, version = proposed(after_a_while(recovery))
     assert (closed.state, closed.last, closed.end, version) == ("closed", -1, 100, 6)
     assert recovery.committed(9) == [Closed(closed, 9)]
 
@@ -98,18 +106,20 @@ def test_c1_a_recovered_entry_has_qa_copies_before_the_ledger_is_closed() -> Non
     actions = recovery.acked("b", 1)
     assert reads(actions) == [("a", 2), ("b", 2), ("c", 2)]
     recovery.missing("a", 2)
-    assert recovery.missing("b", 2) == [Measure(1)]
-    closed = proposed(recovery.measured(10)).record
+    recovery.missing("b", 2)
+    assert after_a_while(recovery) == [Measure(1)]
+    closed = proposed(recovery.measured(1, 10)).record
     assert (closed.last, closed.end, closed.size, closed.stored_at, closed.is_complete) == (1, 102, 10, 1_001, False)
 
 
 def test_the_last_confirmed_entry_is_read_for_the_ledgers_end() -> None:
     recovery, _ = fenced("a", "b", lac=4)
     recovery.missing("a", 5)
-    assert recovery.missing("b", 5) == [], "where the ledger ends is known, and not yet at which offset"
+    recovery.missing("b", 5)
+    assert after_a_while(recovery) == [], "where the ledger ends is known, and not yet at which offset"
     assert recovery.found("b", 4, head(4), b"x") == [Measure(4)]
     lost, _ = fenced("a", "b", lac=4)
-    for node in "ab":
+    for node in "abc":
         lost.missing(node, 5)
     assert [lost.missing(node, 4) for node in "ab"] == [[], []]
     assert lost.missing("c", 4) == [Stopped(DAMAGED, lost.record, 6)]
@@ -127,7 +137,8 @@ def test_a_replacement_is_named_in_joining_first_and_gets_its_place_with_the_clo
     assert [action.lac for action in actions if isinstance(action, AddEntry)] == [-1]
     assert reads(recovery.acked("d", 0)) == [("a", 1), ("b", 1), ("c", 1)]
     recovery.missing("a", 1)
-    closed = proposed(recovery.missing("c", 1)).record
+    recovery.missing("c", 1)
+    closed = proposed(after_a_while(recovery)).record
     assert (closed.fragments, closed.joining) == ((Fragment(0, ("a", "d", "c")),), ())
 
 
@@ -142,8 +153,111 @@ def test_an_entry_that_was_never_confirmed_is_left_out_rather_than_waited_for() 
 def test_an_empty_position_counts_as_fenced_and_as_no() -> None:
     recovery, actions = fenced("a", found=record(("a", "b", None)))
     assert reads(actions) == [("a", 0), ("b", 0)]
-    closed = proposed(recovery.missing("b", 0)).record
+    recovery.missing("b", 0)
+    closed = proposed(after_a_while(recovery)).record
     assert closed.last == -1
+
+
+def test_c8_a_copy_wins_over_two_nodes_without_it_until_the_close_is_proposed() -> None:
+    in_time, _ = fenced("a", "b")
+    in_time.missing("a", 0)
+    in_time.missing("b", 0)
+    assert adds(in_time.found("c", 0, head(0), b"x")) == [("a", 0), ("b", 0)]
+
+    late, _ = fenced("a", "b", lac=1)
+    late.found("a", 1, head(1), b"x")
+    late.missing("a", 2)
+    late.missing("b", 2)
+    assert after_a_while(late) == [Measure(1)]
+    assert adds(late.found("c", 2, head(2), b"x")) == [("a", 2), ("b", 2)]
+    assert late.measured(1, 10) == [], "the ledger does not end there any more"
+
+
+def test_c7_a_node_that_does_not_know_is_no_node_without_the_entry() -> None:
+    recovery, _ = fenced("a", "b")
+    recovery.doubtful("a", 0)
+    recovery.missing("b", 0)
+    assert after_a_while(recovery) == [], "c may have it"
+    assert reads(recovery.retry()) == [("c", 0)]
+    assert adds(recovery.found("c", 0, head(0), b"x")) == [("a", 0), ("b", 0)]
+
+
+def test_c8_b_if_every_node_has_answered_and_some_do_not_know_the_ledger_ends_and_its_record_names_them() -> None:
+    recovery, _ = fenced("a", "b")
+    recovery.doubtful("a", 0)
+    recovery.doubtful("b", 0)
+    assert after_a_while(recovery) == [] == recovery.failed("c"), "one is silent"
+    assert recovery.missing("c", 0) == [], "and may know that the entry is confirmed"
+    assert FenceNode("c", 1) in recovery.retry()
+    closed = proposed(recovery.fenced("c", -1)).record
+    assert (closed.last, closed.doubted) == (-1, ("a", "b"))
+    assert LedgerRecord.parse(closed.key, closed.dump()) == closed
+    sure, _ = fenced("a", "b")
+    sure.doubtful("a", 0)
+    sure.missing("b", 0)
+    assert proposed(sure.missing("c", 0)).record.doubted == (), "two nodes without it are enough"
+
+
+def test_c8_b_an_entry_that_a_node_has_and_cannot_read_is_no_end() -> None:
+    recovery, _ = fenced("a", "b")
+    recovery.doubtful("a", 0)
+    recovery.unreadable("b", 0)
+    assert recovery.doubtful("c", 0) == [] == after_a_while(recovery)
+    assert reads(recovery.retry()) == [("b", 0)]
+    assert adds(recovery.found("b", 0, head(0), b"x")) == [("a", 0), ("c", 0)]
+
+
+def test_c8_the_ledger_does_not_end_at_or_before_what_a_late_answer_to_a_fence_says_is_confirmed() -> None:
+    recovery, _ = fenced("a", "b")
+    recovery.missing("a", 0)
+    recovery.fenced("c", 0)
+    recovery.missing("b", 0)
+    assert after_a_while(recovery) == []
+    assert recovery.missing("c", 0) == [Stopped(DAMAGED, recovery.record, 6)]
+
+    found, _ = fenced("a", "b")
+    found.fenced("c", 0)
+    assert [action.lac for action in found.found("c", 0, head(0), b"x") if isinstance(action, AddEntry)] == [-1, -1]
+
+
+def test_c8_what_is_heard_to_be_confirmed_takes_an_end_back_that_is_not_proposed() -> None:
+    recovery, _ = fenced("a", "b", lac=1)
+    recovery.found("a", 1, head(1), b"x")
+    recovery.missing("a", 2)
+    recovery.missing("b", 2)
+    assert after_a_while(recovery) == [Measure(1)]
+    recovery.fenced("c", 2)
+    assert recovery.measured(1, 10) == []
+    assert adds(recovery.found("c", 2, head(2), b"x")) == [("a", 2), ("b", 2)]
+
+
+def test_c8_what_the_owner_has_confirmed_itself_is_no_end() -> None:
+    recovery, _ = fenced("a", "b", "c", confirmed=0)
+    for node in "ab":
+        recovery.doubtful(node, 0)
+    assert recovery.doubtful("c", 0) == []
+    for node in "ab":
+        recovery.doubtful(node, 1)
+    assert recovery.doubtful("c", 1) == [Stopped(DAMAGED, recovery.record, 6)], "entry 0 is the anchor"
+
+
+def test_a_recovery_tells_what_it_waits_for() -> None:
+    recovery, _ = begun()
+    recovery.fenced("a", -1)
+    assert recovery.awaited() == (None, {"b": None, "c": None})
+    recovery.fenced("b", -1)
+    recovery.doubtful("a", 0)
+    recovery.unreadable("b", 0)
+    assert recovery.awaited() == (0, {"a": UNKNOWN, "b": UNREADABLE, "c": None})
+
+
+def test_c6_an_operator_who_abandons_nodes_accepts_that_others_do_not_know() -> None:
+    recovery, _ = begun(abandoned=["c"])
+    recovery.fenced("a", -1)
+    recovery.doubtful("a", 0)
+    assert after_a_while(recovery) == []
+    closed = proposed(recovery.doubtful("b", 0)).record
+    assert (closed.last, closed.abandoned, closed.doubted) == (-1, ("c",), ())
 
 
 def test_c6_abandoned_nodes_count_as_no_once_all_others_have_answered_and_are_recorded() -> None:

@@ -119,7 +119,8 @@ def test_a_copy_with_a_shorter_journal_than_was_recorded_is_a_new_node(folder: P
         assert add(found.node, entry(1)) == [None]
         registration = Registration(registry, found.node, found.starts, "127.0.0.1:1", StorageLimits(), print)
         registration.start()
-        registration.close()  # records the end of the journal
+        registration.close()
+        registration.record_stop()
         assert record_of(registry, node).journal_end == found.node.journal.end
     with started(copy, registry) as found:
         assert found.node.id != node

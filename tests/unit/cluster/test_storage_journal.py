@@ -63,13 +63,16 @@ def test_l3_a_torn_tail_is_cut_at_every_byte_of_the_last_batch(folder: Path) -> 
             torn = folder / "torn"
             torn.mkdir()
             (torn / last.name).write_bytes(whole[:cut] + tail)
-            with opened(torn) as node:
+            with opened(torn, proof=synced) as node:
+                assert node.is_proven
                 half = synced + record_bytes(LEDGER, 8)
                 expected = [0, 1, *([2] if cut >= half else []), *([3] if cut >= end else [])]
                 assert stored(node) == expected, cut
                 assert node.refuses is None
                 assert add(node, entry(9)) == [None]
-            with opened(torn) as node:
+                left = node.journal.end
+            with opened(torn, proof=left) as node:
+                assert node.is_proven
                 assert stored(node) == [*expected, 9], cut
             shutil.rmtree(torn)
 
@@ -81,21 +84,30 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["last segment", "sealed segment"])
-def test_a_damaged_header_is_reported_and_never_cut_and_nothing_is_missing(folder: Path, is_sealed: bool) -> None:
+def test_c7_a_damaged_header_is_never_cut_and_what_it_held_is_unknown(folder: Path, is_sealed: bool) -> None:
     with opened(folder, segment_bytes=1 if is_sealed else 1 << 20) as node:
         for number in range(4):
             assert add(node, entry(number)) == [None]
+        end = node.journal.end
     before = {path.name: path.stat().st_size for path in segments(folder)}
     damaged = segments(folder)[1 if is_sealed else 0]
     flip(damaged, 10 + (0 if is_sealed else record_bytes(LEDGER, 20)))
-    with opened(folder) as node:
-        assert node.refuses is not None
-        assert str(damaged) in node.refuses
-        found = list(node.read(LEDGER, 0, 4, 1 << 20, None, heads=False))
-        assert [each.head is not None for each in found] == [True, False, True, True, False]
-        assert all(isinstance(each.error, NodeUnreachable) for each in found if each.head is None)
-        assert isinstance(add(node, entry(9))[0], NodeFull)
-        assert node.fence(LEDGER, 3).last == 3
+    with opened(folder, proof=end) as node:
+        assert not node.is_proven
+        node.begin_doubt([LEDGER], [LEDGER])
+    for _ in range(2):
+        with opened(folder, proof=end) as node:
+            assert node.is_proven, "the damage is known, and so is what it leaves unknown"
+            assert "the disk has damaged" in str(node.refuses)
+            found = list(node.read(LEDGER, 0, 4, 1 << 20, None, heads=False))
+            assert [each.head is not None for each in found] == [True, False, True, True, False]
+            assert [each.is_unknown for each in found] == [False, True, False, False, True]
+            assert isinstance(add(node, entry(9, OTHER))[0], NodeFull), "the disk may be failing"
+            assert node.fence(LEDGER, 3).last == 3
+            end = node.journal.end
+    with opened(folder, proof=end) as node:
+        assert add(node, entry(1, recovery=3)) == [None], "a recovery gives it what it has lost"
+        assert stored(node) == [0, 1, 2, 3]
     left = {path.name: path.stat().st_size for path in segments(folder)}
     assert left[damaged.name] == before[damaged.name] if is_sealed else sum(left.values()) >= sum(before.values())
 
@@ -104,8 +116,10 @@ def test_a_damaged_body_is_unreachable_and_the_others_are_served(folder: Path) -
     with opened(folder) as node:
         for number in range(3):
             assert add(node, entry(number)) == [None]
+        end = node.journal.end
     flip(segments(folder)[0], 2 * record_bytes(LEDGER, 20) - 8)
-    with opened(folder) as node:
+    with opened(folder, proof=end) as node:
+        assert node.is_proven, "it is known that the node had the entry"
         found = list(node.read(LEDGER, 0, 3, 1 << 20, None, heads=False))
         assert [each.head is not None for each in found] == [True, False, True, False]
         assert isinstance(found[1].error, NodeUnreachable)
@@ -123,12 +137,21 @@ def test_a_lost_segment_is_damage(folder: Path) -> None:
     with opened(folder, segment_bytes=1) as node:
         for number in range(4):
             assert add(node, entry(number)) == [None]
+        end = node.journal.end
     for lost in (0, 1):
         copy = folder.with_name(f"{folder.name}-{lost}")
         shutil.copytree(folder, copy)
         segments(copy)[lost].unlink()
-        with opened(copy) as node:
+        with opened(copy, proof=end) as node:
+            assert not node.is_proven
             assert node.refuses is not None
+            node.begin_doubt([LEDGER], [LEDGER])
+            left = node.journal.end
+        with opened(copy, proof=left) as node:
+            assert node.is_proven
+            assert [each.head is None for each in node.read(LEDGER, 0, 3, 1 << 20, None, heads=False)] == [
+                number == lost for number in range(4)
+            ]
         shutil.rmtree(copy)
 
 

@@ -72,6 +72,8 @@ class Schedule:
         self._folder, self._tape, self._faults, self._dice = folder, tape, faults, dice
         self._settings = NodeSettings(segment_bytes=dice.choice((300, 1_000, 4_000)), free_bytes_min=1)
         self._node: StorageNode | None = None
+        self._synced = 0
+        """The node's mark."""
 
     def run(self, steps: int) -> None:
         actions = (self._add, self._add, self._add, self._fence, self._read, self._remove, self._compact, self._restart)
@@ -88,11 +90,16 @@ class Schedule:
     def _opened(self) -> StorageNode:
         while self._node is None:
             try:
-                self._node = StorageNode(NODE, str(self._folder), self._settings)
+                self._node = StorageNode(NODE, str(self._folder), self._settings, proof=self._synced)
             except OSError:
                 self._faults.rate = 0.0
-        assert not self._node.is_damaged
+                continue
+            assert self._node.is_proven, "C9: what was synced is there after any end of the process"
+            self._node.on_synced = self._note_synced
         return self._node
+
+    def _note_synced(self, end: int) -> None:
+        self._synced = end
 
     def _add(self, node: StorageNode, ledger: str) -> None:
         numbers = [self._dice.randrange(ENTRIES) for _ in range(self._dice.randint(1, 3))]
@@ -156,7 +163,7 @@ def check(folder: Path, marks: list[Any]) -> None:
         else:
             entries[ledger], fences[ledger] = set(), 0
     with opened(folder) as node:
-        assert not node.is_damaged
+        assert node.rot is None
         for ledger in LEDGERS:
             found = set(stored(node, ledger, ENTRIES))
             assert entries[ledger] <= found

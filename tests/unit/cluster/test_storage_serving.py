@@ -300,7 +300,7 @@ def test_a_read_only_node_starts_anew_although_the_number_of_free_bytes_is_what_
         assert server.node.id == node
         with linked(server) as link:
             assert sent(link, entry(1)) == [None]
-    assert sorted(each.name for each in (folder / "node").iterdir()) == ["journal", "lock", "node.json"]
+    assert sorted(each.name for each in (folder / "node").iterdir()) == ["journal", "lock", "node.json", "scrub.json"]
 
 
 def test_a_read_only_node_that_cannot_be_started_again_ends_its_process_whatever_the_reason(

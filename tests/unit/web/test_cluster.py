@@ -13,6 +13,7 @@ from pxrs.cluster.ledgers import CLOSED, Fragment, Joining, LedgerRecord, Quorum
 from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import AliveNode, BrokerRecord, NodeRecord, OwnerRecord, TopicRecord
 from pxrs.cluster.status import Found, assemble
+from pxrs.cluster.troubles import NODES, Troubles, Unserved
 from pxrs.model import Topic
 from pxrs.web.cluster import LEDGERS_MAX, shown_ledgers, view
 from pxrs.web.serving import WebServer
@@ -83,6 +84,17 @@ def test_a_copy_that_is_being_made_is_in_the_map() -> None:
         "cccc": "not checked",
         "dddd": "being copied",
     }
+
+
+def test_a_partition_that_is_not_served_comes_first_with_its_reason() -> None:
+    owners = {f"t1/{number}": OwnerRecord(4, "i1", "h:1", 4) for number in range(2)}
+    troubles = {"i1": Troubles.of([Unserved("t1", 1, 5.0, NODES, HOSTILE)], [])}
+    alive = {**FOUND.alive, "aaaa": replace(FOUND.alive["aaaa"], doubts=2, damaged=3)}
+    found = view(assemble(replace(FOUND, owners=owners, troubles=troubles, alive=alive)))
+    assert [(row["partition"], row["unserved"]) for row in found["partitions"]] == [(1, HOSTILE), (0, None)]
+    assert (found["unserved"], found["without_owner"]) == (1, 0)
+    assert [(row["doubts"], row["damaged"]) for row in found["nodes"]] == [(2, 3), (0, 0), (0, 0)]
+    assert any("not served since" in each["text"] for each in found["attention"])
 
 
 def test_of_many_ledgers_those_that_lack_copies_and_the_newest_are_shown() -> None:

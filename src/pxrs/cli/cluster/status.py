@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -23,6 +23,10 @@ At = Annotated[
 ]
 
 
+_TIMES: Final = (("brokers", "started_at"), ("deletions", "deleted_at"), ("abandoned", "at"), ("unserved", "since"))
+"""The lists whose rows have a time, and the name of its field."""
+
+
 def status(
     at: At = None,
     registry: RegistryUrl = None,
@@ -32,8 +36,9 @@ def status(
 ) -> None:
     """Show brokers, storage nodes, partitions and what lacks copies, the most urgent first.
 
-    It reads the registry alone: directly, or through a broker with --at. Exit code 1 if a partition has no owner, or
-    if a ledger lacks copies.
+    It reads the registry alone: directly, or through a broker with --at. Exit code 1 if a partition has no owner or is
+    not served, a ledger lacks copies, too few storage nodes accept entries to store anything in a topic, a placement
+    function fails, or a storage node is in doubt or has damaged entries.
     """
     found = read(at, registry)
     if as_json:
@@ -42,14 +47,14 @@ def status(
         from pxrs.cli.cluster.tables import parts
 
         show(*parts(found, topic=topic, with_ledgers=with_ledgers))
-    if found.without_owner or found.under_replicated:
+    if found.has_faults:
         raise typer.Exit(1)
 
 
 def plain(found: ClusterStatus, *, with_ledgers: bool) -> dict[str, Any]:
     """As values for JSON, with times as all commands write them."""
     values = found.to_json(ledgers=with_ledgers)
-    for name, time in (("brokers", "started_at"), ("deletions", "deleted_at"), ("abandoned", "at")):
+    for name, time in _TIMES:
         for row in values[name]:
             row.update(seconds_field(time, row.pop(time) or None))
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -11,6 +12,8 @@ from rich.text import Text
 from pxrs.cli.terminal import cell, facts
 from pxrs.cluster.problems import problems, short, titled
 from pxrs.cluster.status import ClusterStatus, LedgerStatus, NodeStatus, PartitionStatus
+
+ALL_WELL: Final = "every partition has an owner and is served, and every entry has all its copies"
 
 
 def parts(found: ClusterStatus, *, topic: str | None = None, with_ledgers: bool = False) -> list[RenderableType]:
@@ -48,7 +51,7 @@ def problem_lines(found: ClusterStatus) -> list[Text]:
         line = cell(each.text)
         line.stylize("red" if each.is_urgent else "yellow")
         lines.append(line)
-    return lines or [Text("every partition has an owner, and every entry has all its copies", "green")]
+    return lines or [Text(ALL_WELL, "green")]
 
 
 def _brokers(found: ClusterStatus) -> Table:
@@ -83,6 +86,8 @@ def _state(node: NodeStatus) -> Text:
         return Text("retired, being emptied", "yellow")
     if not node.is_alive:
         return Text("away", "red" if node.named else "dim")
+    if node.damaged or node.doubts:
+        return Text("damaged" if node.damaged else "in doubt", "red")
     return Text("in use", "green") if node.refuses is None else Text("takes no entries", "red")
 
 
@@ -90,6 +95,8 @@ def _partitions(rows: Sequence[PartitionStatus]) -> Table:
     table = _table(("partition", "owner", "ledgers"), ("epoch", "first offset", "closed", "lacking copies"))
     for each in rows:
         owner = cell(each.owner) if each.broker else Text("nobody", "red")
+        if each.unserved is not None:
+            owner.append(", not served", "red")
         ledgers = ", ".join(f"{count:,} {state}" for state, count in each.ledgers.items())
         lacking = Text(f"{each.under_replicated:,}", "yellow" if each.under_replicated else "")
         table.add_row(

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from pxrs.cluster import records
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.ledgers import Fragment, LedgerRecord, Quorum
+from pxrs.cluster.placement import nodes_needed, storage_candidates
 from pxrs.cluster.records import OwnerRecord, TopicRecord
-from pxrs.errors import Conflict, NotEnoughNodes, PartitionMoved
+from pxrs.errors import Conflict, InvalidPlacement, NotEnoughNodes, PartitionMoved
 from pxrs.registry.contract import ABSENT
 
 
@@ -38,7 +39,8 @@ def has_enough(quorum: Quorum, nodes: Sequence[str | None]) -> bool:
 
 def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim, base: int) -> Begun:
     """Create the partition's next ledger, which begins at the offset `base`. The commit expects the version of the
-    claim, so that a broker that has lost the claim creates no ledger. Raises PartitionMoved, NotEnoughNodes."""
+    claim, so that a broker that has lost the claim creates no ledger. Raises PartitionMoved, NotEnoughNodes,
+    InvalidPlacement."""
     nodes = chosen_nodes(broker, topic)
     owner = claim.owner
     record = LedgerRecord(topic.topic.id, partition, owner.next, owner.epoch, topic.quorum, base, (Fragment(0, nodes),))
@@ -57,10 +59,17 @@ def next_ledger(broker: Broker, topic: TopicRecord, partition: int, claim: Claim
 
 def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
     """The node at each position of a new ledger; None where there is none. Raises NotEnoughNodes if an entry could not
-    get Qa acknowledgements."""
+    get Qa acknowledgements, InvalidPlacement if that is because of the placement function, or if it fails."""
+    accepting = len(storage_candidates(broker.view.seen.takers))
     nodes = broker.ensemble(topic)
     if not has_enough(topic.quorum, nodes):
-        raise NotEnoughNodes(topic.quorum.ack_quorum, sum(node is not None for node in nodes))
+        needed = nodes_needed(topic.quorum)
+        if accepting >= needed:
+            raise InvalidPlacement(
+                f"the placement function {topic.placement!r} has chosen {sum(node is not None for node in nodes)} of "
+                f"{accepting} storage nodes, and {needed} are needed"
+            )
+        raise NotEnoughNodes(needed, accepting, topic.quorum.ensemble)
     return nodes
 
 

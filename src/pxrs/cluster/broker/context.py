@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 from pxrs.clock import SYSTEM, Clock
 from pxrs.cluster.broker.membership import Membership
@@ -13,11 +17,28 @@ from pxrs.cluster.broker.reading import LedgerReader, Links
 from pxrs.cluster.broker.recent import Recent
 from pxrs.cluster.broker.room import Room
 from pxrs.cluster.broker.view import View
-from pxrs.cluster.placement import LEAST_LOADED, choose, ensemble, placement_named, storage_candidates
+from pxrs.cluster.placement import (
+    LEAST_LOADED,
+    Placement,
+    choose,
+    ensemble,
+    placement_named,
+    storage_candidates,
+)
 from pxrs.cluster.records import TopicRecord
+from pxrs.cluster.troubles import BadPlacement
+from pxrs.errors import InvalidPlacement
 from pxrs.events.model import Json
 from pxrs.events.recording import LOGGED_ONLY, Recorder
+from pxrs.limited_log import LimitedLog
 from pxrs.registry.contract import Registry
+
+PLACEMENT_S: Final = 120.0
+"""For how long a failure of a placement function is reported, unless the function works before. Repairs and openings
+call it again within a minute."""
+
+T = TypeVar("T")
+_log: Final = LimitedLog(logging.getLogger(__name__), records_max=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +79,43 @@ class News:
         self.recorder.record(name, **fields)
 
 
+class Placements:
+    """Which topics' placement functions have failed. The functions may be a user's. Threads share it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failed: dict[str, tuple[float, str]] = {}
+        """By topic id: when the function failed last, and how."""
+
+    def call(self, topic: TopicRecord, use: Callable[[Placement], T]) -> T:
+        """What `use` returns when it is given the topic's placement function. Raises InvalidPlacement, whatever the
+        function raises."""
+        try:
+            found = use(placement_named(topic.placement))
+        except Exception as raised:
+            what = f"the placement function {topic.placement!r} failed: {raised!r}"
+            error = raised if isinstance(raised, InvalidPlacement) else InvalidPlacement(what)
+            with self._lock:
+                self._failed[topic.topic.id] = self._clock(), f"{error}"
+            _log.log(topic.topic.id, logging.ERROR, "topic %s: %s", topic.topic.name, error, exc_info=raised)
+            if error is raised:
+                raise
+            raise error from raised
+        if topic.topic.id in self._failed:
+            with self._lock:
+                self._failed.pop(topic.topic.id, None)
+        return found
+
+    @property
+    def failed(self) -> list[BadPlacement]:
+        """Of the last PLACEMENT_S."""
+        since = self._clock() - PLACEMENT_S
+        with self._lock:
+            self._failed = {topic: found for topic, found in self._failed.items() if found[0] > since}
+            return [BadPlacement(topic, why) for topic, (_, why) in self._failed.items()]
+
+
 @dataclass(frozen=True, slots=True)
 class Broker:
     """The objects that the parts of one broker share. Threads share it."""
@@ -80,13 +138,17 @@ class Broker:
     news: News = field(default_factory=News)
     turns: itertools.count[int] = field(default_factory=itertools.count)
     """The numbers of placement decisions (`placement.Placement`)."""
+    placements: Placements = field(default_factory=Placements)
 
     def ensemble(self, topic: TopicRecord) -> tuple[str | None, ...]:
-        """The node at each position of a new ledger; None where there is none."""
-        placement = placement_named(topic.placement)
-        return ensemble(placement, self.view.seen.takers, topic.quorum.ensemble, next(self.turns))
+        """The node at each position of a new ledger; None where there is none. Raises InvalidPlacement."""
+        takers, size = self.view.seen.takers, topic.quorum.ensemble
+        return self.placements.call(topic, lambda placement: ensemble(placement, takers, size, next(self.turns)))
 
     def spares(self, topic: TopicRecord, without: Iterable[str]) -> list[str]:
-        """The nodes, except those in `without`, that may replace another node, the best first."""
+        """The nodes, except those in `without`, that may replace another node, the best first. Raises
+        InvalidPlacement."""
         candidates = storage_candidates(self.view.seen.takers, without)
-        return choose(placement_named(topic.placement), candidates, len(candidates), next(self.turns))
+        return self.placements.call(
+            topic, lambda placement: choose(placement, candidates, len(candidates), next(self.turns))
+        )

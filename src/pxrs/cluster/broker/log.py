@@ -15,6 +15,7 @@ from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.staging import ClusterStaging
 from pxrs.cluster.broker.topic import OwnedTopic
 from pxrs.cluster.ledgers import LedgerName, Quorum
+from pxrs.cluster.placement import shortfall, storage_candidates
 from pxrs.cluster.records import NOBODY, DeletedTopic, OwnerRecord, TopicRecord
 from pxrs.errors import Closed, Conflict, PartitionMoved, PxrsError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.contract import DamagedTopic, Log, TopicLog
@@ -129,7 +130,11 @@ class ClusterLog(Log, HasStaging):
         except Conflict:
             raise TopicExists(f"there is a topic {topic.name!r} already") from None
         self.broker.view.look_again()
-        return ClusterTopic(record, self)
+        made = ClusterTopic(record, self)
+        lack = shortfall(quorum, len(storage_candidates(self.broker.view.seen.takers)))
+        if lack is not None:
+            made.warnings = (lack.warning(topic.name),)
+        return made
 
     def topics(self) -> list[Topic]:
         self.check_usable()

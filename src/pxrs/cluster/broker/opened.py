@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
+from pxrs.cluster.records import AliveNode
 from pxrs.errors import PxrsError
 from pxrs.log.producers import Placement, Producers
 
@@ -22,12 +24,25 @@ class Ticket(NamedTuple):
     """When the entry was sent, on the monotonic clock."""
 
 
+class NodeCount(NamedTuple):
+    """Tells whether a storage node may have changed the records of its ledgers (`AliveNode`)."""
+
+    starts: int
+    cleared: int
+
+
+def counts(alive: Mapping[str, AliveNode]) -> dict[str, NodeCount]:
+    return {node: NodeCount(found.starts, found.cleared) for node, found in alive.items()}
+
+
 class Opened(NamedTuple):
     """The result of `opening`: the chain of closed ledgers, the writer of the next ledger, and the producers' state."""
 
     chain: list[LedgerRecord]
     writer: LedgerShell
     producers: Producers
+    counted: dict[str, NodeCount]
+    """By live storage node: as of before the chain was read."""
 
 
 def fresh(error: PxrsError) -> PxrsError:

@@ -12,12 +12,13 @@ from pxrs.cluster import records
 from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import STATE_ENTRY, load_state, origin_heads
-from pxrs.cluster.broker.opened import Opened
+from pxrs.cluster.broker.opened import Opened, counts
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.recovering import Recoverer
 from pxrs.cluster.deciding import abandonment_of
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import OwnerRecord, state_ledgers
+from pxrs.cluster.troubles import RECOVERY, Reason
 from pxrs.errors import PartitionMoved, PartitionUnavailable, ReadFailed
 from pxrs.log.producers import Producers
 
@@ -36,6 +37,7 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
         partition.give_up(moved)
         raise moved
     partition.claim = Claim(owner, entry.version)
+    counted = counts(broker.view.seen.alive)  # before the records, which nodes may change meanwhile
     chain = [
         (LedgerRecord.parse(found.key, found.value), found.version)
         for found in broker.registry.scan(records.ledgers_prefix(topic.topic.id, partition.partition))
@@ -45,14 +47,28 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
     if has_recovered:
         record, version = chain[-1]
         _logger.info("recovering ledger %s", record.id)
-        recoverer = Recoverer(broker, topic, record, version, partition.epoch, partition.check_kept)
-        closed[-1] = recoverer.run().record
+        if partition.reason is None:  # else the reason of the last attempt is more exact
+            partition.tell_why(Reason(RECOVERY, f"ledger {record.id} is being recovered{_away(broker, record)}"))
+        confirmed = partition.confirmed_of(record.id)
+        recoverer = Recoverer(broker, topic, record, version, partition.epoch, partition.check_kept, confirmed)
+        try:
+            closed[-1] = recoverer.run().record
+        except PartitionUnavailable as error:
+            raise PartitionUnavailable(error.place, f"{error.why}{_away(broker, record)}") from error
     partition.check_end(closed)
     producers = _producers(broker, partition, closed)
     end = closed[-1].end if closed else 0
     assert end is not None
-    partition.serve(Opened(closed, partition.begin_next(end), producers))
+    partition.serve(Opened(closed, partition.begin_next(end), producers, counted))
     return has_recovered
+
+
+def _away(broker: Broker, record: LedgerRecord) -> str:
+    """The nodes of the ledger that are away now, as the end of a message."""
+    away = sorted(record.named - broker.view.seen.alive.keys())
+    if not away:
+        return ""
+    return f"; of its storage nodes {', '.join(away)} {'is' if len(away) == 1 else 'are'} away"
 
 
 def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRecord]) -> Producers:

@@ -20,6 +20,9 @@ lease gets none, a deleted topic gets no owner, and no partition is taken from a
 A partition is released in this order: the broker closes the ledger, so that the next owner need not recover it; it
 stops serving the partition; it frees the owner record by a commit that expects the claim. If it freed the record first,
 it could answer a read from its memory while the next owner has already confirmed more entries.
+
+A partition that cannot be opened is tried again (`tries`). After TROUBLE_S it is published as one that this broker owns
+and does not serve, with the reason (`troubles`), for `pxrs cluster status`.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Final
+from collections.abc import Collection, Hashable, Iterable
+from typing import Final, NamedTuple
 
 from pxrs.cluster import records
 from pxrs.cluster.broker.balance import to_release
@@ -38,11 +41,24 @@ from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.opening import open_partition
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.pools import ToldPool
+from pxrs.cluster.broker.tries import Tries
 from pxrs.cluster.broker.view import Place, Seen
 from pxrs.cluster.placement import Candidate, choose, least_loaded
 from pxrs.cluster.records import NOBODY, OwnerRecord, TopicRecord
-from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PartitionMoved, PxrsError, TopicDeleted
-from pxrs.metrics.instruments import BROKER_OPENING, BROKER_PARTITIONS
+from pxrs.cluster.troubles import KINDS, OTHER, Reason, Troubles, Unserved, reason_of, troubles_key
+from pxrs.errors import (
+    Closed,
+    Conflict,
+    LeaseExpired,
+    OutcomeUnknown,
+    PartitionMoved,
+    PartitionUnavailable,
+    PxrsError,
+    RegistryError,
+    TopicDeleted,
+)
+from pxrs.limited_log import LimitedLog
+from pxrs.metrics.instruments import BROKER_OPENING, BROKER_PARTITIONS, BROKER_UNSERVED
 from pxrs.registry.contract import ABSENT
 from pxrs.waiting import Subscribers, start_thread
 
@@ -50,10 +66,24 @@ _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
 """Interval at which the thread compares although nothing has changed."""
+PAUSE_S_MIN: Final = 0.02
+"""The shortest such interval, when a partition is due to be tried again."""
 CLAIM_S: Final = 2.0
 """How long a partition may have no owner before any broker claims it, not only the least loaded one."""
-RETRY_S: Final = 0.5
-"""How long to wait before a partition that could not be opened is opened again."""
+TROUBLE_S: Final = 2.0
+"""How long a partition must not have been served to be published. Most openings after a fail-over are faster."""
+TELL_S: Final = 1.0
+"""The troubles are written to the registry at most once in so many seconds."""
+
+_log: Final = LimitedLog(_logger, records_max=1)
+
+
+class _Stuck(NamedTuple):
+    """Since when a partition is not served."""
+
+    at: float
+    """Monotonic."""
+    wall: float
 
 
 class Ownership:
@@ -63,9 +93,18 @@ class Ownership:
         self._broker = broker
         self._lock = threading.Lock()
         self._owned: dict[Place, OwnedPartition] = {}
-        self._opening: dict[OwnedPartition, float] = {}
-        """By partition: when it may be opened again (monotonic); infinity while a thread is opening it. The key is the
-        object, not the place, so that the next incarnation does not wait for an opening of the last one."""
+        self._opening: dict[OwnedPartition, Tries] = {}
+        """The tries to open each partition that is not open. The key is the object, not the place, so that the next
+        incarnation does not wait for an opening of the last one."""
+        self._grounds: tuple[Seen, Hashable] = (Seen(), None)
+        """What was last read from the registry, and `_grounds` of it."""
+        self._stuck: dict[OwnedPartition, _Stuck] = {}
+        """The partitions that were not served at the last look. Written by the thread only."""
+        self._unserved: list[Unserved] = []
+        """Those of them that have not been served for TROUBLE_S. The thread replaces the list."""
+        self._told: tuple[str, Troubles | None] = ("", Troubles())
+        """The troubles that were published last, and under which incarnation."""
+        self._told_at = 0.0
         self._orphans: dict[Place, float] = {}
         """By partition: when this broker first saw that it has no live owner (monotonic)."""
         self._releasing: Place | None = None
@@ -83,6 +122,7 @@ class Ownership:
         """Begin to claim partitions. The broker has joined the cluster (`Membership.join`)."""
         self._broker.news.record("broker.joined", **self._broker.membership.named())
         BROKER_PARTITIONS.watch(self, _states)
+        BROKER_UNSERVED.watch(self, _kinds)
         self._thread = start_thread(self._run, "pxrs-ownership")
 
     def owned(self, topic_id: str, partition: int) -> OwnedPartition | None:
@@ -99,7 +139,7 @@ class Ownership:
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._wake.wait(LOOK_S)
+            self._wake.wait(self._pause_s())
             self._wake.clear()
             if self._is_closed:
                 return
@@ -110,12 +150,22 @@ class Ownership:
                     self._broker.view.refresh()
                 self._look(self._broker.view.seen)
                 self._broker.membership.tell_load(float(len(self._owned)))
+                self._tell_troubles(self._broker.view.seen)
             except Closed:
                 return
             except PxrsError as error:
                 _logger.warning("the ownership of partitions could not be updated, trying again soon: %s", error)
+                self._wake.wait(LOOK_S)
             except Exception:
                 _logger.exception("the ownership of partitions could not be updated, trying again soon")
+                self._wake.wait(LOOK_S)
+
+    def _pause_s(self) -> float:
+        """How long the thread may sleep: until the next look, or until a partition may be tried again."""
+        now = time.monotonic()
+        with self._lock:
+            waits = [tries.wait_s(now) for partition, tries in self._opening.items() if partition.is_stuck]
+        return max(PAUSE_S_MIN, min((LOOK_S, *waits)))
 
     def _look(self, seen: Seen) -> None:
         me = self._broker.membership.incarnation
@@ -247,33 +297,52 @@ class Ownership:
         self._begin(place, partition)
 
     def _begin(self, place: Place, partition: OwnedPartition) -> None:
-        """Open a partition on a thread of the pool, unless one is opening it."""
+        """Open a partition on a thread of the pool, unless one is opening it or the next try is later."""
+        seen = self._broker.view.seen
+        if self._grounds[0] is not seen:
+            self._grounds = seen, _grounds(seen)
+        now, grounds = time.monotonic(), self._grounds[1]
         with self._lock:
-            if self._opening.get(partition, 0.0) > time.monotonic() or self._is_closed:
+            if self._is_closed or self._owned.get(place) is not partition:  # it was given up meanwhile
                 return
-            if self._owned.get(place) is not partition:  # it was given up meanwhile
+            tries = self._opening.setdefault(partition, Tries())
+            if not tries.may_begin(now, grounds):
                 return
-            self._opening[partition] = float("inf")
+            tries.begin(now, grounds)
         self._pool.submit(self._open, place, partition)
 
     def _open(self, place: Place, partition: OwnedPartition) -> None:
-        pause_s, began = 0.0, time.monotonic()
+        failure: Exception | None = None
+        began = time.monotonic()
         try:
             has_recovered = open_partition(self._broker, partition)
             self._tell_opened(place, partition, time.monotonic() - began, has_recovered)
-        except PxrsError as error:
-            pause_s = RETRY_S
-            _logger.warning("partition %s could not be opened, next try in %g s: %s", partition.name, pause_s, error)
-        except Exception:
-            pause_s = RETRY_S
-            _logger.exception("partition %s could not be opened, next try in %g s", partition.name, pause_s)
+        except Exception as error:  # noqa: BLE001 - the next try finds out whether it lasts
+            failure = error
+            partition.tell_why(reason_of(error))
         finally:
-            BROKER_OPENING.of("failed" if pause_s else "serving").observe(time.monotonic() - began)
-            with self._lock:
-                if partition in self._opening:  # it was not given up
-                    self._opening[partition] = time.monotonic() + pause_s
-            if pause_s:
-                threading.Timer(pause_s, self._wake.set).start()
+            BROKER_OPENING.of("failed" if failure else "serving").observe(time.monotonic() - began)
+            self._end_try(partition, failure)
+
+    def _end_try(self, partition: OwnedPartition, failure: Exception | None) -> None:
+        with self._lock:
+            tries = self._opening.get(partition)
+            if tries is None:  # it was given up
+                return
+            if failure is None:
+                del self._opening[partition]
+                return
+            pause_s = tries.failed(time.monotonic(), starts_anew=isinstance(failure, RegistryError))
+        _log.log(
+            (partition.name, type(failure), f"{failure}"),
+            logging.WARNING if isinstance(failure, PxrsError) else logging.ERROR,
+            "partition %s could not be opened, next try in %.3g s: %s",
+            partition.name,
+            pause_s,
+            f"{failure}" or repr(failure),
+            exc_info=None if isinstance(failure, PxrsError) else failure,
+        )
+        self._wake.set()  # so that the thread sleeps no longer than until the next try
 
     def _tell_opened(self, place: Place, partition: OwnedPartition, seconds: float, recovered: bool) -> None:
         _logger.info("serving partition %s after %.3f s", partition.name, seconds)
@@ -301,6 +370,54 @@ class Ownership:
         for place in self.partitions():
             self._give_up(place, why)
 
+    # What is not served.
+
+    def _tell_troubles(self, seen: Seen) -> None:
+        """Publish the partitions that are not served, if that has changed. Raises what the registry raises."""
+        self._note_unserved()
+        membership = self._broker.membership
+        lease, incarnation, now = membership.lease, membership.incarnation, time.monotonic()
+        topics = {record.topic.id for record, _ in seen.topics.values()}
+        failed = [each for each in self._broker.placements.failed if each.topic_id in topics]
+        troubles = Troubles.of(self._unserved, failed)
+        # The key of an old incarnation is gone.
+        told = self._told[1] if self._told[0] == incarnation else Troubles()
+        if troubles == told or lease is None or now - self._told_at < TELL_S:
+            return
+        key = troubles_key(incarnation)
+        self._told_at = now
+        # If the outcome of the commit is unknown, the next one is made whatever is to be told then.
+        self._told = incarnation, None
+        try:
+            if troubles:
+                self._broker.registry.commit(ephemeral={key: troubles.dump()}, lease=lease)
+            else:
+                self._broker.registry.commit(delete=[key], lease=lease)
+        except LeaseExpired:
+            return  # the next `join` notices it
+        self._told = incarnation, troubles
+
+    def _note_unserved(self) -> None:
+        """Update `_stuck` and `_unserved`."""
+        now, wall = time.monotonic(), self._broker.clock.wall_time_us() / 1e6
+        stuck, unserved = {}, []
+        for place, partition in self.partitions().items():
+            why = partition.why_not
+            if why is None:
+                continue
+            since = stuck[partition] = self._stuck.get(partition, _Stuck(now, wall))
+            if now - since.at >= TROUBLE_S:
+                reason = partition.reason or Reason(
+                    OTHER, why.why if isinstance(why, PartitionUnavailable) else f"{why}"
+                )
+                unserved.append(Unserved(*place, since.wall, *reason))
+        self._stuck, self._unserved = stuck, unserved
+
+    @property
+    def unserved(self) -> list[Unserved]:
+        """The partitions that this broker owns and has not served for TROUBLE_S."""
+        return self._unserved
+
     def close(self) -> None:
         """Release all partitions. Other brokers claim each one as soon as its ledger is closed."""
         self._is_closed = True
@@ -309,6 +426,7 @@ class Ownership:
         if self._thread is not None:
             self._thread.join(LOOK_S * 5)
         self._pool.shutdown(wait=False, cancel_futures=True)
+        _log.flush()
         try:
             self._broker.membership.tell_leaving()
         except PxrsError as error:
@@ -330,6 +448,18 @@ class Ownership:
             _logger.exception("partition %s could not be released", partition.name)
         finally:
             self._give_up(place, PartitionMoved(f"{partition.name}: the broker is stopping"))
+
+
+def _grounds(seen: Seen) -> Hashable:
+    """What the outcome of an opening depends on, apart from the partition itself."""
+    nodes = frozenset((node, found.starts, found.refuses is None) for node, found in seen.takers.items())
+    return nodes, frozenset(seen.abandoned.items())
+
+
+def _kinds(ownership: Ownership) -> list[tuple[tuple[str, ...], float]]:
+    """The number of partitions that are not served, by the kind of the reason, for the metrics."""
+    counts = Counter(each.kind for each in ownership.unserved)
+    return [((kind,), counts[kind]) for kind in KINDS]
 
 
 def _states(ownership: Ownership) -> list[tuple[tuple[str, ...], float]]:

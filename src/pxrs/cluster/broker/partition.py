@@ -22,19 +22,21 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove_ledgers
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import STATE_ENTRY, Entry, encode_entry, offset_of, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
-from pxrs.cluster.broker.opened import Opened, Ticket, fresh
+from pxrs.cluster.broker.opened import NodeCount, Opened, Ticket, fresh
 from pxrs.cluster.broker.recalling import Origins, Recalled, Span, Unread, closed_spans
 from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import TopicRecord
+from pxrs.cluster.troubles import Reason
 from pxrs.errors import (
     AppendFailed,
     AppendUnknown,
@@ -46,6 +48,7 @@ from pxrs.errors import (
     SequenceGap,
     UnknownProducer,
 )
+from pxrs.limited_log import LimitedLog
 from pxrs.log.batch import Batch, place_id
 from pxrs.log.contract import Append, Bounds
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
@@ -53,6 +56,7 @@ from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers, named
 from pxrs.waiting import Subscribers, limit_until, seconds_left
 
 _logger = logging.getLogger(__name__)
+_log: Final = LimitedLog(_logger, records_max=1)
 
 RECALLS_MAX: Final = 8
 """How often one append reads stored entries, to find out whether a producer unknown to `Producers` has stored batches
@@ -80,10 +84,14 @@ class OwnedPartition:
         self._recent = broker.recent.partition()
         self._gone: PxrsError | None = None
         self._stuck: PxrsError | None = PartitionUnavailable(self.name, "it is being opened")
+        self.reason: Reason | None = None
+        """Why the partition is stuck, as the attempts to open it tell; None while it serves, and before they do."""
         self._generation = 0
         self._chain: list[LedgerRecord] = []
         self._kept_from = 0
         """The number of the first ledger that `trim` has not removed."""
+        self.counted: dict[str, NodeCount] = {}
+        """By storage node: what was known of it before the records of the chain were read. `Repairs` changes it."""
         self._writer: LedgerShell | None = None
         self._index = LedgerIndex()
         """The confirmed entries of the ledger that is being written."""
@@ -127,7 +135,7 @@ class OwnedPartition:
             if end >= self._end or self._abandoned(closed):
                 return
             why = f"it was recovered up to {end}, and {self._end} was confirmed before"
-        _logger.error("%s is not served: %s", self.name, why)
+        _log.log(self.name, logging.ERROR, "%s is not served: %s", self.name, why)
         raise PartitionUnavailable(self.name, why)
 
     def _abandoned(self, closed: Sequence[LedgerRecord]) -> LedgerRecord | None:
@@ -145,6 +153,7 @@ class OwnedPartition:
             self._generation += 1
             # `trim` may have removed ledgers since the chain was read.
             self._chain = [record for record in opened.chain if record.number >= self._kept_from]
+            self.counted = opened.counted
             self._producers = opened.producers
             self._drop_pending()
             base = opened.writer.record.base
@@ -154,10 +163,16 @@ class OwnedPartition:
                 self._recent.forget()  # recovered entries are not cached, and the cache must have no gap
             self._next = self._end = base
             self._begin_ledger(opened.writer)
-            self._stuck = None
+            self._stuck = self.reason = None
             self._is_rolling = False
             self._changed.notify_all()
         self._subscribers.wake((self.partition,))
+
+    def tell_why(self, reason: Reason) -> None:
+        """Have the errors of further appends tell why the partition could not be opened."""
+        with self.lock:
+            if self._stuck is not None:
+                self._stuck, self.reason = PartitionUnavailable(self.name, reason.with_advice), reason
 
     def _tell_lost(self, base: int, closed: Sequence[LedgerRecord]) -> None:
         """Under the lock. `check_end` has found that an operator has decided it."""
@@ -220,6 +235,12 @@ class OwnedPartition:
         """Why the partition does not serve now; None if it does."""
         return self._gone or self._stuck
 
+    def confirmed_of(self, ledger: str) -> int:
+        """The last entry of a ledger that this partition has confirmed; -1 if it has not written the ledger."""
+        with self.lock:
+            writer = self._writer
+            return writer.confirmed if writer is not None and writer.record.id == ledger else -1
+
     def get_stuck(self, why: str, generation: int | None = None) -> None:
         """Stop the writer. Appends fail until the ledger is recovered. Idempotent.
 
@@ -248,7 +269,8 @@ class OwnedPartition:
         if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
         if self._generation == 0:
-            raise PartitionMoved(f"{self.name}: the partition is being opened")
+            why = "" if self.reason is None else f", and could not be yet: {self.reason.with_advice}"
+            raise PartitionMoved(f"{self.name}: the partition is being opened{why}")
 
     @property
     def chain(self) -> Sequence[LedgerRecord]:
@@ -484,12 +506,16 @@ class OwnedPartition:
             self._is_rolling = False
             self._changed.notify_all()
 
-    def tend(self, live: Collection[str]) -> None:
+    def tend(self, live: Collection[str], lacking: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
         """Offer new storage nodes to the writer, and begin the next ledger if this one lacks copies, whether or not
-        clients append: only closed ledgers are repaired. `Repairs` calls this. live: as for `LedgerShell.is_short`."""
+        clients append: only closed ledgers are repaired. `Repairs` calls this. live: as for `LedgerShell.is_short`.
+        lacking: by node, the ledgers of which it may have lost entries."""
         with self.lock:
             if self._writer is None or self.why_not is not None or self._is_rolling:
                 return
+            for node, ledgers in lacking.items():
+                if self._writer.record.id in ledgers:
+                    self._writer.doubt(node)
             self._writer.offer_spares()
             if self._writer.is_short(live) and has_enough(self.topic.quorum, self._broker.ensemble(self.topic)):
                 self._roll()

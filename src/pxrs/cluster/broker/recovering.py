@@ -14,8 +14,13 @@ from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.deciding import abandonment_of
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import Abandonment, TopicRecord, abandoned_key
-from pxrs.cluster.recovery import Action as RecoveryAction
 from pxrs.cluster.recovery import (
+    CHANGED,
+    DAMAGED,
+    FENCED,
+    MISSING,
+    UNKNOWN,
+    UNREADABLE,
     AddEntry,
     Closed,
     FenceNode,
@@ -25,9 +30,11 @@ from pxrs.cluster.recovery import (
     Recovery,
     Stopped,
 )
+from pxrs.cluster.recovery import Action as RecoveryAction
 from pxrs.cluster.replication import Change
 from pxrs.errors import (
     Conflict,
+    InvalidPlacement,
     LedgerFenced,
     NodeUnreachable,
     OutcomeUnknown,
@@ -44,6 +51,18 @@ RETRY_S: Final = 0.5
 CALL_S: Final = 2.0
 """How long a node may take to answer one request."""
 
+_WHY: Final = {
+    FENCED: "a later recovery of it has begun",
+    CHANGED: "another process has changed its record",
+    DAMAGED: "an entry of it was confirmed, and none of its storage nodes has it: look for their former disks, or "
+    "abandon the nodes that had it (`pxrs cluster abandon`)",
+}
+_ANSWERS: Final = {
+    None: "does not answer",
+    MISSING: "does not have it",
+    UNKNOWN: "is in doubt and does not know",
+    UNREADABLE: "cannot read it",
+}
 _FENCE: Final = "fence"
 _MEASURE: Final = ("", "measure")
 
@@ -61,12 +80,14 @@ class Recoverer:
         version: int,
         epoch: int,
         check: Callable[[], None] = lambda: None,
+        confirmed: int = -1,
     ) -> None:
-        """check: raises an error once the broker has given the partition up; the recovery is then ended."""
+        """check: raises an error once the broker has given the partition up; the recovery is then ended. confirmed: the
+        last entry that this broker has confirmed as the ledger's writer."""
         self._broker, self._topic, self._check = broker, topic, check
         self._decided = abandonment_of(broker.registry, record)
         nodes = () if self._decided is None else self._decided.nodes
-        self._core = Recovery(record, version, epoch, abandoned=nodes)
+        self._core = Recovery(record, version, epoch, abandoned=nodes, confirmed=confirmed)
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
         """Calls of the core's methods, queued by other threads when answers arrive, and made by the thread in `run`."""
@@ -97,9 +118,7 @@ class Recoverer:
                 step = self._steps.get(timeout=RETRY_S)
             except queue.Empty:
                 if time.monotonic() > until:
-                    raise PartitionUnavailable(
-                        f"ledger {self._ledger}", "too few storage nodes answered its recovery"
-                    ) from None
+                    raise PartitionUnavailable(f"ledger {self._ledger}", self._waits_for()) from None
                 if self._decided != abandonment_of(self._broker.registry, self._core.record):
                     raise PartitionUnavailable(
                         f"ledger {self._ledger}", "an operator has abandoned nodes; the recovery begins again"
@@ -108,15 +127,40 @@ class Recoverer:
                 step = self._core.retry
             self._do(step())
         if isinstance(self._core.stopped, Stopped):
-            raise PartitionUnavailable(f"ledger {self._ledger}", f"its recovery stopped: {self._core.stopped.why}")
+            raise PartitionUnavailable(
+                f"ledger {self._ledger}", f"its recovery stopped: {_WHY[self._core.stopped.why]}"
+            )
+        closed = self._core.stopped
         if self._decided is not None:
             self._note_used(self._decided)
-        return self._core.stopped
+        if closed.record.doubted:
+            self._broker.news.record(
+                "ledger.ended_in_doubt",
+                topic=self._topic.topic.name,
+                topic_id=self._topic.topic.id,
+                partition=closed.record.partition,
+                ledger=closed.record.id,
+                end=closed.record.end,
+                nodes=list(closed.record.doubted),
+            )
+        return closed
+
+    def _waits_for(self) -> str:
+        """Why the recovery does not end, as the end of a message."""
+        entry, answers = self._core.awaited()
+        if entry is None:
+            return f"too few of its storage nodes can be fenced: {', '.join(sorted(answers))} do not answer"
+        told = ", ".join(f"{node} {_ANSWERS[answer]}" for node, answer in sorted(answers.items()))
+        return f"it is not certain whether entry {entry} was acknowledged: {told or 'too few spares take its copies'}"
 
     def _offer(self) -> None:
         """Offer every node that takes entries. The core leaves out those of the entry's own fragment; nodes that the
         record names for other entries may be all that is left."""
-        self._do(self._core.offer(self._broker.spares(self._topic, ())))
+        try:
+            spares = self._broker.spares(self._topic, ())
+        except InvalidPlacement:  # which `Placements` reports; the nodes of the ledger may suffice
+            spares = []
+        self._do(self._core.offer(spares))
 
     def _note_used(self, decided: Abandonment) -> None:
         """Delete the decision, which is carried out: the ledger's record lists the abandoned nodes."""
@@ -205,8 +249,10 @@ class Recoverer:
             for each in found:
                 if each.entry not in wanted:
                     continue
-                if each.error is not None:  # the node has the entry but cannot read it: counts neither for nor against
-                    self._tell(self._core.failed, node)
+                if each.error is not None:
+                    self._tell(self._core.unreadable, node, each.entry)
+                elif each.is_unknown:
+                    self._tell(self._core.doubtful, node, each.entry)
                 elif each.head is None:
                     self._tell(self._core.missing, node, each.entry)
                 else:
@@ -238,11 +284,11 @@ class Recoverer:
         except PxrsError as error:
             _logger.info("recovery of ledger %s: %s", self._ledger, error)
             if self._core.record.abandoned:  # some entries are lost, and their length is unknown
-                self._tell(self._core.measured, 0)
+                self._tell(self._core.measured, last, 0)
             return  # `retry` asks again
         finally:
             self._asked.discard(_MEASURE)
-        self._tell(self._core.measured, index.bytes)
+        self._tell(self._core.measured, last, index.bytes)
 
     def _commit(self, change: Change) -> None:
         key = change.record.key

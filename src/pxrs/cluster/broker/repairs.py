@@ -25,11 +25,14 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.decisions import Decisions
+from pxrs.cluster.broker.doubts import NodeDoubts
+from pxrs.cluster.broker.opened import NodeCount, counts
 from pxrs.cluster.broker.ownership import Ownership
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.pools import ToldPool
@@ -39,7 +42,8 @@ from pxrs.cluster.broker.staged_copies import StagedLedgers
 from pxrs.cluster.broker.view import Place
 from pxrs.cluster.copies import Ended, Repaired, is_repairable, needs_repair, urgency
 from pxrs.cluster.ledgers import LedgerRecord
-from pxrs.errors import Closed, PxrsError
+from pxrs.cluster.records import ledgers_prefix
+from pxrs.errors import Closed, InvalidPlacement, PxrsError
 from pxrs.events.recording import Recorder
 from pxrs.metrics.instruments import BROKER_LACKING, BROKER_REPAIR_FAILED, BROKER_REPAIRING, BROKER_REPAIRS
 from pxrs.waiting import start_thread
@@ -96,8 +100,11 @@ class Repairs:
         self._short_staged = 0
         """How many ledgers of staged rows lacked copies at the last check."""
         self.counts = Counts()
+        self._counted: dict[str, NodeCount] = {}
+        """By storage node: as of the last look."""
         self._wake = threading.Event()
         self._is_closed = False
+        self._doubts = NodeDoubts(broker, self._wake.set)
         self._pool = ToldPool(broker.settings.repairs_max, "pxrs-repair")
         self._subscription = broker.view.subscribe(self._wake.set)
         self._thread: threading.Thread | None = None
@@ -148,8 +155,12 @@ class Repairs:
     def _look(self) -> None:
         partitions = self._ownership.partitions()
         live = self._live()
+        lacking_of = self._doubts.look(self._broker.view.seen.alive)
         for partition in partitions.values():
-            partition.tend(live)
+            # A placement function that fails is reported by `Placements`, and holds up no other topic.
+            with suppress(InvalidPlacement):
+                partition.tend(live, lacking_of)
+        self._read_cleared(partitions)
         lacking = [*self._lacking(partitions, live), *self._lacking_staged(live)]
         self._forget_tries({record.id for _, record in lacking})
         lacking.sort(key=lambda each: urgency(each[1], live))
@@ -162,11 +173,31 @@ class Repairs:
                     tried is not None and tried.live == live and time.monotonic() < tried.until
                 ):
                     continue
-            spares = self._broker.spares(owner.topic, ())
+            try:
+                spares = self._broker.spares(owner.topic, ())
+            except InvalidPlacement:
+                continue
             if is_repairable(record, live, spares):
                 with self._lock:
                     self._jobs[record.id] = None
                 self._pool.submit(self._repair, owner, record, live, spares)
+
+    def _read_cleared(self, partitions: dict[Place, OwnedPartition]) -> None:
+        """Storage nodes clear `is_complete` of closed ledgers of which they lack entries (C7). Read the records of a
+        node's ledgers again after it may have done so: after each change of its count, and after each of its starts,
+        which may have lost the count."""
+        now = counts(self._broker.view.seen.alive)
+        self._staged.read_again({node for node, count in now.items() if self._counted.get(node, count) != count})
+        self._counted |= now
+        for place, partition in partitions.items():
+            changed = {node for node, count in now.items() if partition.counted.get(node) != count}
+            known = {record.id: record for record in partition.chain if record.is_complete and record.named & changed}
+            if known:
+                for entry in self._broker.registry.scan(ledgers_prefix(*place)):
+                    record = LedgerRecord.parse(entry.key, entry.value)
+                    if record.id in known and record.is_closed and record != known[record.id]:
+                        partition.repaired(record)
+            partition.counted = {**partition.counted, **now}
 
     def _live(self) -> frozenset[str]:
         seen = self._broker.view.seen

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,6 +86,17 @@ class StagedLedgers:
             file = self._files.get(record.id)
             if file is not None:
                 file.record = record
+
+    def read_again(self, nodes: Set[str]) -> None:
+        """These storage nodes may have found that they lack entries: read the records again that say that every node
+        has all its entries, and name one of them."""
+        if not nodes:
+            return
+        with self._lock:
+            for file in self._files.values():
+                if file.record is not None and file.record.is_complete and file.record.named & nodes:
+                    file.record, file.due = None, 0.0
+        self._next = 0.0
 
     def _list(self, now: float) -> None:
         """List the files, and read the ledgers that are due."""

@@ -45,6 +45,8 @@ class Seen:
     """All storage nodes that have a record, whether they are alive or not."""
     retired: frozenset[str] = frozenset()
     """The nodes that an operator has retired."""
+    abandoned: Mapping[str, int] = field(default_factory=dict)
+    """The ledgers that an operator has decided to recover without some nodes: the version of each decision (C6)."""
 
     @property
     def takers(self) -> dict[str, AliveNode]:
@@ -57,7 +59,7 @@ class View:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._watch = registry.watch(records.BROKERS, records.ALIVE, records.TOPICS, records.OWNERS)
+        self._watch = registry.watch(records.BROKERS, records.ALIVE, records.TOPICS, records.OWNERS, records.ABANDONED)
         self._lock = threading.Lock()
         self._subscribers = Subscribers()
         self._is_closed = False
@@ -86,6 +88,10 @@ class View:
                 },
                 frozenset(nodes),
                 frozenset(node for node, found in nodes.items() if found.state == RETIRED),
+                {
+                    entry.key.removeprefix(records.ABANDONED): entry.version
+                    for entry in self._registry.scan(records.ABANDONED)
+                },
             )
             is_changed = seen != self.seen or self._is_asked
             self.seen, self._is_asked = seen, False

@@ -23,6 +23,7 @@ from pxrs.cluster.records import TopicRecord
 from pxrs.cluster.replication import CLOSED, Action, Change, Confirmed, Forget, LedgerWriter, Send, Stop
 from pxrs.errors import (
     Conflict,
+    InvalidPlacement,
     LedgerFenced,
     LedgerRemoved,
     NodeUnreachable,
@@ -74,6 +75,8 @@ class LedgerShell:
         self._failed: set[int] = set()
         """The tenures (`Send.tenure`) whose node has failed, so that each failure is reported once."""
         BROKER_DEGRADED.watch(self, lambda shell: [((), shell.is_degraded and not shell.is_stopped)])
+        self._doubted: set[str] = set()
+        """The nodes that have said that they may have lost entries of this ledger."""
         self.began_at = broker.clock.wall_time_us()
         self.size = 0
         self._tell_empty()
@@ -112,6 +115,11 @@ class LedgerShell:
         return self.size >= topic.segment_bytes or is_old or self._core.should_roll
 
     @property
+    def confirmed(self) -> int:
+        """The last entry that is confirmed; -1 if none is."""
+        return self._core.confirmed
+
+    @property
     def is_stopped(self) -> bool:
         return self._core.stopped is not None
 
@@ -127,6 +135,20 @@ class LedgerShell:
         BROKER_ENTRIES.of().add()
         self.size += entry.size
         self._do(self._core.append(head))
+
+    def doubt(self, node: str) -> None:
+        """The node says that it may have lost entries of this ledger (C7): replace it. The ledger is then to be closed
+        and repaired, whether or not anything more is appended."""
+        if node in self._doubted or self.is_stopped or node not in self.record.named:
+            return
+        self._doubted.add(node)
+        _logger.warning(
+            "node %s may have lost entries of ledger %s: the ledger will be closed, and then repaired",
+            node,
+            self.record.id,
+        )
+        self._do(self._core.offer(self._spares({*self.record.named, node})))
+        self._do(self._core.doubted(node))
 
     def offer_spares(self) -> None:
         """If a position is empty, offer the available nodes to the writer."""
@@ -206,12 +228,11 @@ class LedgerShell:
         ]
 
     def _spares(self, without: set[str]) -> list[str]:
-        """The spares, the best first. The placement function may be a user's: if it fails, the writer continues without
-        a spare."""
+        """The spares, the best first. If the placement function fails, which `Placements` reports, the writer continues
+        without a spare."""
         try:
             return self._broker.spares(self._topic, without)
-        except Exception:
-            _logger.exception("ledger %s: the placement function failed, so no spare can be used", self.record.id)
+        except InvalidPlacement:
             return []
 
     # On other threads.

@@ -7,6 +7,16 @@ was created after the records were read. Nothing is removed if the registry belo
 cluster id, for example because it was emptied. Nor is anything removed if the registry has gone back behind what this
 process has recorded in it, for example because it was restored from a backup.
 
+The same thread ends doubts (C7). While the node is in doubt, or a part of its journal is damaged, it looks more often
+(`_look_s`), at the records of these ledgers alone:
+
+- The doubt about a ledger ends when its record is closed or removed.
+- Closed ledgers that name the node are compared with the index, all of them once after a start in doubt, and each one
+  when the doubt about it ends. If the node lacks an entry, or knows that it is damaged, `is_complete` of the record is
+  cleared by compare-and-set; then the owner of the partition has the copies made again (`copies`).
+- When the node is not in doubt and lacks nothing, segments with damaged ranges are compacted and unlinked. With the
+  last of them the node accepts entries again.
+
 A record of the journal is live as long as the node needs it (`index` has the rules). A segment without live records is
 unlinked. A segment with few live bytes is compacted: its live records are appended to the journal again, and the
 segment is unlinked when they are synced.
@@ -16,24 +26,31 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.naming import known_cluster_id
-from pxrs.cluster.records import NodeRecord, ledgers_prefix, node_key, owner_key
+from pxrs.cluster.records import LEDGERS, NodeRecord, ledgers_prefix, node_key, owner_key
 from pxrs.cluster.storage.format import Kind, Record
 from pxrs.cluster.storage.index import entries_of
 from pxrs.cluster.storage.node import StorageNode
 from pxrs.cluster.storage.registration import older_registry
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import DamagedFrame, NodeFull, PxrsError, RegistryCorrupt
+from pxrs.errors import Conflict, DamagedFrame, NodeFull, PxrsError, RegistryCorrupt, RegistryError
 from pxrs.metrics.instruments import STORAGE_REMOVED
 from pxrs.registry.contract import Registry
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
 
+LOOK_S: Final = 1.0
+"""The first pause between two looks at the records of ledgers that are in doubt or lack entries. It doubles after each
+look that has changed nothing, up to `collect_s`."""
+TRIES: Final = 5
+"""How often a ledger whose record is being changed is compared at once."""
 COPY_BYTES: Final = 4 << 20
 """How many bytes compaction reads and appends before it waits for a sync."""
 
@@ -62,7 +79,15 @@ class Collector:
         """Held during a round."""
         self._kept: set[int] = set()
         """Bases of segments that cannot be compacted, because a record in them is damaged."""
-        self._problem: str | None = None
+        self._problems: dict[str, str] = {}
+        """By what has failed: the last error, until it succeeds."""
+        self._compared: set[str] = set()
+        """The ledgers that this process has compared since its start, while it has not compared all."""
+        self._corrupt: set[str] = set()
+        """The keys of damaged records that were logged."""
+        self._told: dict[str, set[int]] = {}
+        """By ledger: the damaged entries with which it was compared."""
+        self._look_s = LOOK_S
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,14 +101,139 @@ class Collector:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_closing.wait(self._limits.collect_s):
+        next_look = time.monotonic() + LOOK_S
+        next_round = time.monotonic() + self._limits.collect_s
+        while not self._is_closing.wait(max(0.0, min(next_look, next_round) - time.monotonic())):
+            if time.monotonic() >= next_look:
+                self._guarded(self.settle, "it could not be checked which entries the node lacks")
+                next_look = time.monotonic() + self._look_s
+            if time.monotonic() >= next_round:
+                self._guarded(self.collect, "garbage could not be collected")
+                next_round = time.monotonic() + self._limits.collect_s
+
+    def _guarded(self, act: Callable[[], object], failed: str) -> None:
+        """failed: begins the log line if it raises, which is written once for each error."""
+        try:
+            act()
+            self._problems.pop(failed, None)
+        except (PxrsError, OSError) as error:
+            if self._problems.get(failed) != str(error):
+                self._problems[failed] = str(error)
+                _logger.warning("%s, the next round tries again: %s", failed, error)
+
+    def settle(self) -> None:
+        """Look whether doubts have ended, and which closed ledgers lack entries of this node. Raises RegistryError,
+        NodeFull, OSError."""
+        if not self._node.is_unsettled:
+            self._look_s = LOOK_S
+            return
+        before = self._unsettled()
+        # Also after an error.
+        self._look_s = min(2 * self._look_s, max(self._limits.collect_s, LOOK_S))
+        with self._lock:
+            if (skipped := self._distrust()) is not None:
+                raise RegistryError(skipped)
+            self._settle()
+        if before != self._unsettled():
+            self._look_s = LOOK_S
+
+    def _unsettled(self) -> tuple[object, ...]:
+        node = self._node
+        return node.doubts(), node.damaged_entries(), node.is_unchecked, node.journal.lost
+
+    def _settle(self) -> None:
+        node = self._node
+        for ledger in node.doubts():
+            if (found := self._record_of(ledger)) is None or found[0].is_closed:
+                if found is not None:
+                    self._compare(*found, is_news=True)
+                node.end_doubt(ledger)
+                _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
+        for ledger, entries in node.damaged_entries().items():
+            if (found := self._record_of(ledger)) is None:
+                node.forget_damaged(ledger, entries)
+                self._told.pop(ledger, None)
+            elif found[0].is_closed:
+                # Entries that the record does not assign to the node are needed by nobody.
+                node.forget_damaged(ledger, entries - set(self._entries_of(found[0])))
+                self._compare(*found, is_news=not entries <= self._told.get(ledger, set()))
+                self._told[ledger] = entries
+        if node.is_unchecked and self._compare_all(is_news=True) is not None:
+            node.checked()
+            self._compared.clear()
+        if node.journal.lost and not node.load.doubts and not node.is_unchecked and self._compare_all() == 0:
+            for base in {node.index.segment_of(each.begin) for each in node.journal.lost}:
+                self._clean_damaged(base)
+            node.journal.forget_missing()
+            if not node.journal.lost:
+                _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
+
+    def _record_of(self, ledger: str) -> tuple[LedgerRecord, int] | None:
+        """The record of a ledger, and its version; None if there is none."""
+        entry = self._registry.get(LedgerName.of_id(ledger).key)
+        return None if entry is None else (LedgerRecord.parse(entry.key, entry.value), entry.version)
+
+    def _compare_all(self, *, is_news: bool = False) -> int | None:
+        """Compare all closed ledgers that name the node with its index. Returns how many lack entries; None if one of
+        them could not be compared. is_news: as for `_compare`, once for each ledger and process."""
+        count, is_sure = 0, True
+        for entry in self._registry.scan(LEDGERS):
+            if self._is_closing.is_set():
+                return None
             try:
-                self.collect()
-                self._problem = None
-            except (PxrsError, OSError) as error:
-                if str(error) != self._problem:
-                    self._problem = str(error)
-                    _logger.warning("garbage could not be collected, the next round tries again: %s", error)
+                record, version = LedgerRecord.parse(entry.key, entry.value), entry.version
+                if not record.is_closed or self._node.id not in record.named:
+                    continue
+                for left in reversed(range(TRIES)):
+                    try:
+                        count += self._compare(record, version, is_news=is_news and record.id not in self._compared)
+                        break
+                    except Conflict:  # a repair has changed it since
+                        again = self._record_of(record.id) if left else None
+                        if again is None or not again[0].is_closed:
+                            is_sure = is_sure and left > 0
+                            break
+                        record, version = again
+                if is_news:
+                    self._compared.add(record.id)
+            except RegistryCorrupt as error:  # the others are compared nevertheless
+                if entry.key not in self._corrupt:
+                    self._corrupt.add(entry.key)
+                    _logger.error("a ledger cannot be compared with the journal: %s", error)
+        return count if is_sure else None
+
+    def _entries_of(self, record: LedgerRecord) -> Iterator[int]:
+        """The entries that the record of a closed ledger assigns to this node."""
+        for fragment in record.fragments:
+            for position, node in enumerate(fragment.nodes):
+                if node == self._node.id:
+                    yield from record.entries_of(fragment, position)
+
+    def _compare(self, record: LedgerRecord, version: int, *, is_news: bool) -> bool:
+        """Whether the node lacks entries that the record of a closed ledger assigns to it. If so, the record says from
+        now on that not every node has all its entries. Raises Conflict if it was changed meanwhile.
+
+        is_news: the node may have lost them since it was last compared. Then the record is written even if it says so
+        already: a repair that is under way may have counted on them, and must not complete the ledger."""
+        lacks = self._node.lacks(record.id, self._entries_of(record))
+        # A node in `joining` has no entries yet, but a repair that is about to give it some may have listed others.
+        is_joining = any(each.node == self._node.id for each in record.joining)
+        if (lacks and record.is_complete) or (is_news and (lacks or is_joining)):
+            value = replace(record, is_complete=record.is_complete and not lacks).dump()
+            self._registry.commit(expect={record.key: version}, put={record.key: value})
+            self._node.cleared += 1
+        if lacks and (record.is_complete or is_news):
+            _logger.warning("the node lacks entries of ledger %s, which get new copies", record.id)
+        return lacks
+
+    def _clean_damaged(self, base: int) -> None:
+        """Compact and unlink a segment with damaged ranges. Raises DamagedFrame, NodeFull, OSError."""
+        with self._node.lock:
+            if base == self._node.journal.bases[-1]:
+                return
+        self._kept.discard(base)
+        self._copy(base)
+        self._unlink(base)
 
     def collect(self) -> Collected:
         """One round. Raises RegistryError, NodeFull, OSError."""
@@ -98,8 +248,7 @@ class Collector:
                     removed = sum(self._remove(ledger, mark) for ledger, mark in garbage)
                 except NodeFull as error:  # raised below: what was removed before may free the room that is lacking
                     full = error
-            # In a damaged journal it is not known for sure what is in the segments.
-            segments, copied = (0, 0) if self._node.is_damaged else self._clean()
+            segments, copied = self._clean()
             if full is not None:
                 raise full
             return Collected(removed, segments, copied, skipped)
@@ -175,11 +324,12 @@ class Collector:
         return segments, copied
 
     def _sealed(self) -> list[tuple[int, int, int]]:
-        """Of each sealed segment: its base, its length, and its live bytes."""
+        """Of each sealed segment without damaged ranges: its base, its length, and its live bytes."""
         node = self._node
         with node.lock:
+            damaged = {node.index.segment_of(each.begin) for each in node.journal.lost}
             found = [(base, node.journal.segment_end(base) - base) for base in node.journal.bases[:-1]]
-            return [(base, size, size - node.index.dead[base]) for base, size in found]
+            return [(base, size, size - node.index.dead[base]) for base, size in found if base not in damaged]
 
     def _copy(self, base: int) -> int:
         """Append the live records of a segment to the journal. Returns their length when they are synced. Raises
@@ -191,7 +341,11 @@ class Collector:
             if not self._is_live(record):
                 continue
             if record.body_bytes:
-                _, body = self._node.journal.read(record.ledger, record.position, record.body_bytes)
+                try:
+                    _, body = self._node.journal.read(record.ledger, record.position, record.body_bytes)
+                except DamagedFrame:
+                    self._node.verify(record.ledger, record.entry)  # which notes that it is damaged
+                    raise
             with self._node.lock:
                 if not self._is_live_locked(record):
                     continue
@@ -218,6 +372,8 @@ class Collector:
             return place is not None and place.position == record.position
         if record.kind is Kind.FENCE:
             return index.fences.get(record.ledger, (0, -1))[1] == record.position
+        if record.kind is Kind.DOUBT:
+            return index.doubts.get(record.ledger) == record.position
         removal = index.removals.get(record.ledger) if record.kind is Kind.REMOVED else None
         return removal is not None and removal.position == record.position
 

@@ -12,6 +12,12 @@ then calls `remove` for those whose record does not name the node. `remove` does
 ledger since `ledgers` listed it: the record may have been changed to name the node after it was read, and a copy may
 have been acknowledged since.
 
+A start in doubt (C7) is one after which records of the journal may be lost, entries and fences alike. Before the node
+answers anything, `begin_doubt` puts every ledger in doubt that is not closed and names the node: the node answers
+"unknown" instead of "missing" for it. And it makes the node refuse the writers of all ledgers that exist, because it
+may have lost their fences. It accepts fences, and adds of recoveries and repairs. The doubt about a ledger ends when
+its record is closed or removed (`end_doubt`).
+
 A removed ledger loses its fence. A writer that was paused for long must not add to a ledger that was closed, copied to
 other nodes and removed here. So the node remembers, for each partition, the highest number of a ledger that it has
 removed, and refuses adds by writers to ledgers up to that number. Only the last ledger of a partition has a writer, so
@@ -21,7 +27,7 @@ That writer then replaces the node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -68,7 +74,13 @@ class RememberItem(NamedTuple):
     ledger: str
 
 
-JournalItem = StoreItem | FenceItem | RemoveItem | RememberItem
+class DoubtItem(NamedTuple):
+    """Journal item: earlier items of this ledger may have been lost (C7)."""
+
+    ledger: str
+
+
+JournalItem = StoreItem | FenceItem | RemoveItem | RememberItem | DoubtItem
 
 
 class Added(NamedTuple):
@@ -88,9 +100,11 @@ class FencedAt(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Reply to `read`: which of the requested entries the node has. It does not have the others."""
+    """Reply to `read`: which of the requested entries the node has."""
 
     present: tuple[int, ...]
+    is_in_doubt: bool = False
+    """False: the node does not have the others. True: it does not know whether it had them (C7)."""
 
 
 class Indexed(NamedTuple):
@@ -175,6 +189,7 @@ class LedgerState:
     fence: int = 0
     """The highest recovery number with which the ledger is fenced; 0 if it is not fenced."""
     lac: int = -1
+    is_in_doubt: bool = False
     touched: int = 0
     """The number of the last request that touched the ledger (`NodeCore._touch`). All ledgers share one counter."""
 
@@ -189,6 +204,9 @@ class NodeCore:
         self._removed: dict[tuple[str, int], int] = {}
         """By topic id and partition: the highest number of a ledger that the node has removed."""
         self._touches = 0
+        self.knows_all = True
+        """False: records of any ledger may have been lost, and which ledgers are in doubt is not journaled yet, or it
+        cannot be. Everything that is not there is unknown."""
 
     # Requests.
 
@@ -229,8 +247,10 @@ class NodeCore:
         else:
             append = ()
         state = self._ledgers.get(ledger)
-        present = () if state is None else tuple(entry for entry in range(first, last + 1) if entry in state.index)
-        return Outcome(append, Entries(present), recovery is not None)
+        if state is None:
+            return Outcome(append, Entries((), not self.knows_all), recovery is not None)
+        present = tuple(entry for entry in range(first, last + 1) if entry in state.index)
+        return Outcome(append, Entries(present, state.is_in_doubt or not self.knows_all), recovery is not None)
 
     def index(self, ledger: str, after: int = -1, limit: int = 1_000) -> Outcome:
         """The entries of a ledger after `after`. The reply waits for the sync, because the caller counts these copies,
@@ -256,6 +276,34 @@ class NodeCore:
         self._remove(item)
         return Outcome((item,), Removed(True), True)
 
+    # Doubt.
+
+    def begin_doubt(self, unclosed: Iterable[str], highest: Iterable[str]) -> list[JournalItem]:
+        """What to append to the journal after a start in doubt. The node answers nothing before that is synced.
+        unclosed: the ledgers that are not closed and whose record names the node, in any fragment or in `joining`.
+        highest: of each partition, the ledger with the highest number that was ever created."""
+        items: list[JournalItem] = []
+        for ledger in unclosed:
+            self._touch(ledger).is_in_doubt = True
+            items.append(DoubtItem(ledger))
+        for ledger in highest:
+            name = LedgerName.of_id(ledger)
+            if self._removed.get((name.topic_id, name.partition), -1) < name.number:
+                self._remember(name)
+                items.append(RememberItem(ledger))
+        return items
+
+    def doubts(self) -> list[str]:
+        """The ledgers that are in doubt."""
+        return sorted(ledger for ledger, state in self._ledgers.items() if state.is_in_doubt)
+
+    def end_doubt(self, ledger: str) -> None:
+        """The record of the ledger, read after the doubt began, is closed, or does not exist any more. It need not be
+        journaled: a node that starts again finds the same."""
+        state = self._ledgers.get(ledger)
+        if state is not None:
+            state.is_in_doubt = False
+
     # The journal.
 
     def replay(self, item: JournalItem) -> None:
@@ -273,15 +321,19 @@ class NodeCore:
                 self._remove(item)
             case RememberItem():
                 self._remember(LedgerName.of_id(item.ledger))
+            case DoubtItem():
+                self._touch(item.ledger).is_in_doubt = True
 
     def standing(self) -> Iterator[JournalItem]:
         """The items, apart from entries, that a node must append again before it drops the beginning of its journal:
-        the removed ledgers that it remembers, and the fences."""
+        the removed ledgers that it remembers, the fences, and the doubts."""
         for (topic_id, partition), number in self._removed.items():
             yield RememberItem(LedgerName(topic_id, partition, number).id)
         for ledger, state in self._ledgers.items():
             if state.fence:
                 yield FenceItem(ledger, state.fence)
+            if state.is_in_doubt:
+                yield DoubtItem(ledger)
 
     def state(self, ledger: str) -> LedgerState | None:
         return self._ledgers.get(ledger)
@@ -378,8 +430,8 @@ def decide_start(
     recorded one of `tries`, or still `before`. If it has recorded another one, a process on a copy of this disk was
     faster, and this disk lacks what that one has acknowledged.
 
-    A copy of the disk that was made after the last start, and after the end of the journal was last recorded, cannot be
-    distinguished from the original."""
+    A copy of the disk that was made after the last start, and after the end of the journal was last recorded, has the
+    identity of the original. It starts in doubt (`proven_end`)."""
     why = ""
     if cookie is None:
         why = "the directory is empty"
@@ -406,6 +458,32 @@ def _is_own_start(cookie: Cookie, registered: NodeRecord) -> bool:
     if cookie.starts == registered.starts:
         return registered.start in cookie.tries
     return cookie.before in ("", registered.start)
+
+
+class Mark(NamedTuple):
+    """What the last process of a node has left outside of the disk, in memory that a process outlives and a machine
+    does not (C9)."""
+
+    starts: tuple[str, ...]
+    """The ids of the starts for which it is true: that of the process, and that of the start before, which is the
+    recorded one until the commit that records the process's own."""
+    end: int
+    """The journal was synced up to this position. Moved after each sync, and before the answers that wait for it."""
+
+
+def proven_end(registered: NodeRecord | None, mark: Mark | None) -> int | None:
+    """The position up to which the journal must be whole for a start without doubt (C9); None if nothing says it.
+
+    It is known after a clean stop, which records it in the registry, and after the death of a process on a machine that
+    runs on, by the mark. After a reboot or a power loss, on a copy of the disk, or on another machine, it is not known
+    what the disk has lost, and neither whether it lost anything. registered: the node's record before this start."""
+    if registered is None:
+        return None
+    if registered.stopped_at is not None:
+        return registered.stopped_at
+    if mark is not None and registered.start and registered.start in mark.starts:
+        return mark.end
+    return None
 
 
 def has_many_tries(cookie: Cookie | None, decided: Start) -> bool:

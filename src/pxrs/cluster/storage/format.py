@@ -50,9 +50,12 @@ class Kind(IntEnum):
     FENCE = 2
     """The node accepts adds to the ledger only from recoveries with at least this number."""
     REMOVED = 3
-    """The ledger's records at positions before `offset` are void."""
+    """The ledger's records at positions before `offset` are void. With `rows` 1, the node refuses writers of the
+    partition's ledgers up to this one's number; a record that only says that has the `offset` 0."""
     PROBE = 4
     """No effect. The node writes it after a failure, to find out whether the journal can be written again."""
+    DOUBT = 5
+    """Records of this ledger may have been lost (C7): an entry that the node does not have is unknown, not missing."""
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}

@@ -28,6 +28,9 @@ fences, so no copy of the disk can lack what it has acknowledged under that numb
 other processes on copies of the directory wait, as that of any node does. When there is room, it starts again as it
 should (`running`).
 
+A start is proven or in doubt (C9, `core.proven_end`). In doubt, the node journals what it does not know after the
+commit, and before it serves (`_begin_doubt`).
+
 A copy of the directory of a running node has the right counter, and lacks what the node has acknowledged since. So
 before a start raises the counter, it waits until no process at another address is alive as this node.
 """
@@ -48,11 +51,25 @@ from typing import Final, NamedTuple
 
 from pxrs import disk
 from pxrs.cluster.naming import cluster_id
-from pxrs.cluster.records import IN_USE, AliveNode, NodeRecord, alive_key, checked_id, node_key
-from pxrs.cluster.storage.core import Cookie, Start, decide_start, has_many_tries, next_cookie
+from pxrs.cluster.records import (
+    IN_USE,
+    LEDGERS,
+    OWNERS,
+    AliveNode,
+    LedgerName,
+    LedgerRecord,
+    NodeRecord,
+    OwnerRecord,
+    alive_key,
+    checked_id,
+    node_key,
+)
+from pxrs.cluster.storage import scrub
+from pxrs.cluster.storage.core import Cookie, Start, decide_start, has_many_tries, next_cookie, proven_end
 from pxrs.cluster.storage.format import FORMAT
-from pxrs.cluster.storage.node import NodeSettings, StorageNode
-from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported
+from pxrs.cluster.storage.mark import MarkFile
+from pxrs.cluster.storage.node import NodeSettings, StorageNode, is_ledger
+from pxrs.errors import ClusterError, Conflict, InvalidArgument, NodeFormatUnsupported, NodeFull, RegistryCorrupt
 from pxrs.log.directory.segments.files import segment_bases
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.outage import StartWait
@@ -79,6 +96,8 @@ class Started(NamedTuple):
     cluster: str
     starts: int
     directory: Directory
+    mark: MarkFile | None = None
+    """Open: the node moves it after each sync."""
     is_read_only: bool = False
     """The disk is full, and this start is not recorded: `starts` is the number of the last one that is."""
 
@@ -142,9 +161,9 @@ class Directory:
         disk.sync_folder(self.path)
 
     def move_aside(self) -> Path | None:
-        """Move `node.json` and the journal to a new folder. Returns the folder; None if there was nothing to move.
-        Raises OSError."""
-        found = [name for name in (COOKIE, JOURNAL) if (self.path / name).exists()]
+        """Move `node.json`, the journal and what is known of it to a new folder. Returns the folder; None if there was
+        nothing to move. Raises OSError."""
+        found = [name for name in (COOKIE, JOURNAL, scrub.FILE) if (self.path / name).exists()]
         if not found:
             return None
         aside = self.path / f"{ASIDE}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}"
@@ -168,12 +187,14 @@ def start(
     settings: NodeSettings | None = None,
     alive_s_max: float = ALIVE_S_MAX,
     wait: StartWait | None = None,
+    marks: Path | None = None,
 ) -> Started:
     """Start the node of this directory, or a node with a new id if `decide_start` does not accept the directory. The
     caller closes the node, then the directory.
 
     address: where brokers reach the node. alive_s_max: see ALIVE_S_MAX. wait: for how long the registry is waited for.
-    Raises NodeFormatUnsupported, InvalidArgument, ClusterError if another process is alive as this node, RegistryError,
+    marks: the folder of the node's mark (`mark`); None: without one, every start after a crash is in doubt. Raises
+    NodeFormatUnsupported, InvalidArgument, ClusterError if another process is alive as this node, RegistryError,
     OSError."""
     wait = wait or StartWait()
     directory = Directory(path)
@@ -183,11 +204,14 @@ def start(
             if cookie is not None:
                 _wait_for_other(registry, cookie.node, address, directory, alive_s_max, wait)
             try:
-                return _start(directory, registry, address, settings, wait)
+                return _start(directory, registry, address, settings, wait, marks)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                return _start_read_only(directory, registry, settings, wait, error)
+                return _start_read_only(directory, registry, settings, wait, error, marks)
+            except NodeFull as error:  # there is no room for the doubts
+                full = OSError(errno.ENOSPC, str(error), directory.journal)
+                return _start_read_only(directory, registry, settings, wait, full, marks)
             except Conflict as error:
                 if not left or not _is_own(directory, registry, wait):
                     raise
@@ -224,7 +248,12 @@ def _wait_for_other(
 
 
 def _start(
-    directory: Directory, registry: Registry, address: str, settings: NodeSettings | None, wait: StartWait
+    directory: Directory,
+    registry: Registry,
+    address: str,
+    settings: NodeSettings | None,
+    wait: StartWait,
+    marks: Path | None,
 ) -> Started:
     """Raises Conflict if another process has changed the node's record since it was read."""
     cluster = wait(lambda: cluster_id(registry))
@@ -237,8 +266,10 @@ def _start(
             # Each start makes one before it is recorded. The end of the journal is recorded only now and then.
             decided = Start(uuid.uuid4().hex, 1, True, "the files of its journal are gone")
         node: StorageNode | None = None
+        mark = None if marks is None else MarkFile(marks, decided.node)
         if not decided.is_new:
-            node = _open(directory, decided.node, settings)
+            before = None if entry is None else NodeRecord.parse(entry.key, entry.value)
+            node = _open(directory, decided.node, settings, proven_end(before, None if mark is None else mark.read()))
             stack.callback(node.close)
             decided = _decide(cookie, entry, cluster, node.journal.end)
         if decided.is_new:
@@ -251,6 +282,8 @@ def _start(
                 "" if aside is None else f"; the content of the directory was moved to {aside}",
             )
             entry = None
+            if mark is not None and cookie is not None:
+                MarkFile(mark.path.parent, cookie.node).remove()
         if entry is not None and has_many_tries(cookie, decided):
             entry = _bar_tries(registry, entry, wait)
         registered = None if entry is None else NodeRecord.parse(entry.key, entry.value)
@@ -260,10 +293,61 @@ def _start(
             node = _open(directory, decided.node, settings)
             stack.callback(node.close)
         assert node is not None
-        _register(registry, decided, entry, address, node.journal.end, tried, wait)
+        if mark is not None:
+            stack.callback(mark.close)
+            if node.is_proven:
+                # Before the commit: if this process ends right after it, the next start has a mark for either record.
+                mark.begin((tried, *(each for each in [registered and registered.start] if each)), node.journal.end)
+            else:
+                mark.remove()
         node.recorded_end = node.journal.end
+        _register(registry, decided, entry, address, node.recorded_end, tried, wait)
+        if not node.is_proven:
+            _begin_doubt(registry, node, wait)
+            if mark is not None:
+                mark.begin((tried,), node.journal.end)
+        if mark is not None:
+            with node.lock:  # nothing is appended before the node serves, except what the lines above have appended
+                node.on_synced = mark.move
         stack.pop_all()
-        return Started(node, cluster, decided.starts, directory)
+        return Started(node, cluster, decided.starts, directory, mark)
+
+
+def _begin_doubt(registry: Registry, node: StorageNode, wait: StartWait) -> None:
+    """Journal which ledgers the node may have lost entries or fences of (C7). Called after the commit that records the
+    start: from then on no other process is the node, and none acknowledges anything as the node. Raises RegistryError,
+    OSError."""
+    unclosed: list[str] = []
+    highest: dict[tuple[str, int], int] = {}
+    for found in wait(lambda: list(registry.scan(LEDGERS))):
+        name = LedgerName.of_key(found.key)
+        try:
+            record = LedgerRecord.parse(found.key, found.value)
+            is_concerned = not record.is_closed and node.id in record.named
+        except RegistryCorrupt as error:
+            _logger.error("a ledger is in doubt, because its record is damaged: %s", error)
+            is_concerned = True
+        if is_ledger(name.id):
+            partition = name.topic_id, name.partition
+            highest[partition] = max(name.number, highest.get(partition, -1))
+            if is_concerned:
+                unclosed.append(name.id)
+    for found in wait(lambda: list(registry.scan(OWNERS))):  # ledgers whose record is removed had writers, too
+        topic_id, _, partition_number = found.key.removeprefix(OWNERS).rpartition("/")
+        try:
+            number = OwnerRecord.parse(found.key, found.value).next - 1
+        except RegistryCorrupt as error:
+            _logger.error("it is not known which ledgers a partition had: %s", error)
+            continue
+        partition = topic_id, int(partition_number)
+        highest[partition] = max(number, highest.get(partition, -1))
+    _logger.warning(
+        "it is not certain that the disk has everything that the node has acknowledged: the node does not know which "
+        "entries it lacks of %d ledgers that are not closed, and takes entries of later ledgers only",
+        len(unclosed),
+    )
+    names = [LedgerName(*partition, number).id for partition, number in highest.items() if number >= 0]
+    node.begin_doubt(unclosed, names)
 
 
 def _is_own(directory: Directory, registry: Registry, wait: StartWait) -> bool:
@@ -275,7 +359,12 @@ def _is_own(directory: Directory, registry: Registry, wait: StartWait) -> bool:
 
 
 def _start_read_only(
-    directory: Directory, registry: Registry, settings: NodeSettings | None, wait: StartWait, full: OSError
+    directory: Directory,
+    registry: Registry,
+    settings: NodeSettings | None,
+    wait: StartWait,
+    full: OSError,
+    marks: Path | None,
 ) -> Started:
     """Start the node of this directory without writing anything. full: why it cannot be written to; raised if the
     directory is not that of a node."""
@@ -287,7 +376,8 @@ def _start_read_only(
     registered = NodeRecord.parse(entry.key, entry.value)
     why = f"the disk is full, and the node serves what it has: {disk.explain(full, directory.path)}"
     assert cookie is not None
-    node = StorageNode(cookie.node, directory.journal, settings, why)
+    proof = proven_end(registered, None if marks is None else MarkFile(marks, cookie.node).read())
+    node = StorageNode(cookie.node, directory.journal, settings, why, proof)
     if _decide(cookie, entry, cluster, node.journal.end).is_new:
         node.close()
         raise full
@@ -301,9 +391,9 @@ def _decide(cookie: Cookie | None, entry: Entry | None, cluster: str, journal_en
     return decide_start(cookie, registered, cluster, journal_end, uuid.uuid4().hex)
 
 
-def _open(directory: Directory, node: str, settings: NodeSettings | None) -> StorageNode:
+def _open(directory: Directory, node: str, settings: NodeSettings | None, proof: int | None = None) -> StorageNode:
     disk.make_folders(Path(directory.journal))
-    return StorageNode(node, directory.journal, settings)
+    return StorageNode(node, directory.journal, settings, proof=proof)
 
 
 def _bar_tries(registry: Registry, entry: Entry, wait: StartWait) -> Entry:
@@ -331,7 +421,13 @@ def _register(
     else:
         before = NodeRecord.parse(entry.key, entry.value)
         record = replace(
-            before, address=address, starts=start.starts, format=FORMAT, journal_end=journal_end, start=tried
+            before,
+            address=address,
+            starts=start.starts,
+            format=FORMAT,
+            journal_end=journal_end,
+            start=tried,
+            stopped_at=None,
         )
     expect = {key: ABSENT if entry is None else entry.version}
 

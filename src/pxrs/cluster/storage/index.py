@@ -13,6 +13,7 @@ segment, so that segments can be removed or compacted. A record is live until th
 | ENTRY | compaction writes the entry again at another position, or its ledger is removed |
 | FENCE | a higher fence of the ledger is written, or the ledger is removed |
 | REMOVED | no segment contains a record that it voids, and the core need not remember it for the partition |
+| DOUBT | the doubt ends, or the ledger is removed |
 | PROBE | it is written: it is never live |
 """
 
@@ -24,7 +25,15 @@ from collections import Counter
 from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import EntryHead, LedgerName
-from pxrs.cluster.storage.core import FenceItem, LedgerState, NodeCore, RemoveItem, StoreItem
+from pxrs.cluster.storage.core import (
+    DoubtItem,
+    FenceItem,
+    LedgerState,
+    NodeCore,
+    RememberItem,
+    RemoveItem,
+    StoreItem,
+)
 from pxrs.cluster.storage.format import Kind, Record, record_bytes
 
 UNSYNCED: Final = -1
@@ -50,6 +59,8 @@ class Place(NamedTuple):
 
 
 _WIDTH: Final = len(Place._fields) - 1
+_SIZE: Final = Place._fields.index("size") - 1
+"""The place of the size in a row of `Entries._rest`."""
 _WRAP: Final = 1 << 64
 
 
@@ -105,8 +116,20 @@ class Entries:
         at = self._at(entry)
         return at is not None and self._rest[at * _WIDTH] != UNSYNCED
 
+    def numbers(self) -> set[int]:
+        return set(self._numbers)
+
     def places(self) -> list[Place]:
         return [self._place(at) for at in range(len(self))]
+
+    def within(self, begin: int, end: int, header: int) -> list[int]:
+        """The entries of whose record a part lies in this range of positions. header: the length of their headers."""
+        positions, sizes = self._rest[::_WIDTH], self._rest[_SIZE::_WIDTH]
+        return [
+            self._numbers[at]
+            for at, position in enumerate(positions)
+            if position != UNSYNCED and position < end and position + header + sizes[at] > begin
+        ]
 
     def move(self, entry: int, position: int) -> int:
         """Set the position of an entry that the index contains. Returns its former position."""
@@ -162,6 +185,8 @@ class Index:
         """By ledger: the number of the synced fence, and the position of its record."""
         self._replayed: dict[str, list[tuple[int, int]]] = {}
         """At the start of the node, by ledger: number and position of each fence that was read."""
+        self.doubts: dict[str, int] = {}
+        """By ledger in doubt: the position of its last DOUBT record."""
         self.removals: dict[str, Removal] = {}
         self._remembered: dict[tuple[str, int], str] = {}
         """By topic id and partition: the removed ledger with the highest number."""
@@ -187,6 +212,8 @@ class Index:
         elif record.kind is Kind.FENCE:
             self._core.replay(FenceItem(record.ledger, record.recovery or 0))
             self._replayed.setdefault(record.ledger, []).append((record.recovery or 0, record.position))
+        elif record.kind is Kind.DOUBT:
+            self._core.replay(DoubtItem(record.ledger))
         elif record.kind is Kind.REMOVED:
             self._replay_removal(record)
         self.written(record)
@@ -197,11 +224,17 @@ class Index:
 
     def _replay_removal(self, record: Record) -> None:
         """The core drops all entries and fences of the ledger. Compaction may have moved the REMOVED record behind
-        entries and fences that were added after the removal; those are passed to the core again."""
+        entries, fences and doubts that were added after the removal; those are passed to the core again."""
+        if not record.offset:  # it voids nothing
+            self._core.replay(RememberItem(record.ledger))
+            return
         state = self._core.state(record.ledger)
+        doubted = self.doubts.get(record.ledger, -1)
         self._core.replay(RemoveItem(record.ledger, bool(record.rows)))
         if state is None:
             return
+        if doubted >= record.offset:
+            self._core.replay(DoubtItem(record.ledger))
         voided = Entries()
         for place in entries_of(state).places():
             if place.position >= record.offset:
@@ -235,6 +268,8 @@ class Index:
                 self._bury(before, record.size)
         elif record.kind is Kind.FENCE:
             self._fenced(record)
+        elif record.kind is Kind.DOUBT:
+            self._doubted(record)
         elif record.kind is Kind.REMOVED:
             self._removed(record)
         else:
@@ -249,9 +284,31 @@ class Index:
             self._bury(before, record.size)
         self.fences[record.ledger] = record.recovery or 0, record.position
 
+    def _doubted(self, record: Record) -> None:
+        state = self._core.state(record.ledger)
+        if state is None or not state.is_in_doubt:
+            self._bury(record.position, record.size)
+            return
+        self.end_doubt(record.ledger)
+        self.doubts[record.ledger] = record.position
+
+    def end_doubt(self, ledger: str) -> None:
+        """The DOUBT record of the ledger is not needed any more."""
+        before = self.doubts.pop(ledger, None)
+        if before is not None:
+            self._bury(before, record_bytes(ledger, 0))
+
+    def upto(self, ledger: str) -> int:
+        """The position up to which the records of the ledger are void."""
+        removal = self.removals.get(ledger)
+        return 0 if removal is None else removal.upto
+
     def _removed(self, record: Record) -> None:
         before = self.removals.get(record.ledger)
         segments: set[int] = set()
+        if before is not None and before.position != UNSYNCED and record.offset < before.upto:
+            self._bury(record.position, record.size)  # a copy of an older one that was written late
+            return
         if before is not None:
             segments |= before.segments
             self._bury(before.position, record.size)
@@ -280,11 +337,24 @@ class Index:
             self._bury(position, record_bytes(record.ledger, 0))
             segments.add(self.segment_of(position))
             del self.fences[record.ledger]
+        doubted = self.doubts.get(record.ledger, -1)
+        if 0 <= doubted < record.offset:
+            segments.add(self.segment_of(doubted))
+            self.end_doubt(record.ledger)
         before = self.removals.get(record.ledger)
         if before is None:
             self.removals[record.ledger] = Removal(record.offset, UNSYNCED, bool(record.rows), segments)
         else:
             before.segments.update(segments)
+
+    def drop(self, ledger: str, entry: int) -> None:
+        """The node does not need this entry of the ledger."""
+        state = self._core.state(ledger)
+        place = None if state is None else entries_of(state).find(entry)
+        if state is not None and place is not None and place.position != UNSYNCED:
+            self._bury(place.position, record_bytes(ledger, place.size))
+            self.bytes -= place.size
+            entries_of(state).discard(entry)
 
     def forget_segment(self, base: int) -> None:
         """The segment was unlinked."""

@@ -45,7 +45,8 @@ from pxrs.cluster.storage.format import (
     record_bytes,
 )
 from pxrs.cluster.storage.index import Entries
-from pxrs.cluster.storage.opening import Opened, walk
+from pxrs.cluster.storage.opening import Opened, parts
+from pxrs.cluster.storage.removed import Lost
 from pxrs.errors import Closed, DamagedFrame
 from pxrs.log.directory.segments.files import pread, segment_path
 from pxrs.log.directory.segments.writing import OpenSegment
@@ -60,6 +61,8 @@ BATCH_RECORDS_MAX: Final = 4_000
 """Maximum size of a batch. It also bounds what is written again when the node starts."""
 SMALL_BYTES: Final = 16 << 10
 """Bodies up to this length are copied into one buffer, which is written by one system call."""
+UNCHECKED: Final = "unchecked"
+"""The name of a file that exists from a start in doubt until closed ledgers were compared with the index."""
 FILES_MAX: Final = 256
 """Maximum number of sealed segments that are kept open for readers."""
 
@@ -111,10 +114,12 @@ class Journal:
         segment_bytes: int = SEGMENT_BYTES,
         *,
         is_read_only: bool = False,
+        on_synced: Callable[[int], None] = lambda end: None,
     ) -> None:
-        """is_read_only: the journal was opened without a new segment, and every record is refused."""
+        """is_read_only: the journal was opened without a new segment, and every record is refused. on_synced: called
+        with the new end after each sync, before anything that waits for it is told; it must not raise."""
         self.folder, self._seed, self._owner = folder, seed, owner
-        self._segment_bytes, self._is_read_only = segment_bytes, is_read_only
+        self._segment_bytes, self._is_read_only, self._on_synced = segment_bytes, is_read_only, on_synced
         self.lock = lock
         self._wake = threading.Condition(lock)
         self._waiting: deque[Write] = deque()
@@ -123,6 +128,8 @@ class Journal:
         self.end = opened.end
         """The position after the last synced record. Changed under `lock`."""
         self._removed = opened.gone
+        self.lost = opened.lost
+        """The damaged ranges, which hold no records. Replaced under `lock`."""
         self._active = opened.active
         self._files: OrderedDict[int, OpenSegment] = OrderedDict()
         """Sealed segments that are open for readers, the most recently used last."""
@@ -172,6 +179,8 @@ class Journal:
         """Write and sync a batch, and call `Owner.written`. Raises OSError."""
         began, before = time.monotonic(), self.end
         end = self._write(batch)
+        if end > before:
+            self._on_synced(end)
         STORAGE_SYNC.of().observe(time.monotonic() - began)
         STORAGE_WRITTEN.of().add(end - before)
         with self.lock:
@@ -302,10 +311,32 @@ class Journal:
         return pread(segment.descriptor, size, at + header_bytes(ledger) + begin), segment.path
 
     def records(self, base: int) -> Iterator[Record]:
-        """The headers of the records of a sealed segment. Raises DamagedFrame, OSError."""
+        """The headers of the records of a sealed segment, without its known damaged ranges. Raises DamagedFrame,
+        OSError."""
         with self.lock:
-            segment, end = self._file(base), self.segment_end(base)
-        yield from walk(segment.descriptor, segment.path, base, 0, end - base, self._seed)
+            segment, end, lost = self._file(base), self.segment_end(base), self.lost
+        for found in parts(segment.descriptor, segment.path, base, base, end, self._seed, lost):
+            if not isinstance(found, Record):
+                raise found.error
+            yield found
+
+    def segment(self, base: int) -> OpenSegment:
+        """A sealed segment. Raises OSError."""
+        with self.lock:
+            return self._file(base)
+
+    def lose(self, begin: int, end: int) -> None:
+        """Record that a range without live records is damaged. Raises OSError."""
+        with self.lock:
+            if not any(base <= begin < self.segment_end(base) for base in self.bases[:-1]):
+                return  # the segment was unlinked meanwhile
+            before = next((each for each in self.lost if each.end == begin and not each.is_torn), None)
+            lost = sorted({*self.lost, Lost(begin, end, False)} - {before})
+            if before is not None:
+                lost = sorted({*lost, Lost(before.begin, end, False)} - {Lost(begin, end, False)})
+        removed.write_lost(self.folder, lost)
+        with self.lock:
+            self.lost = lost
 
     def _locate(self, position: int) -> tuple[OpenSegment, int]:
         with self.lock:
@@ -317,18 +348,57 @@ class Journal:
         end = removed.segment_end(self._removed, self.bases, base)
         return self.end if end is None else end
 
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether a start in doubt is not followed by the comparison of closed ledgers yet."""
+        return os.path.exists(f"{self.folder}/{UNCHECKED}")
+
+    def keep_unchecked(self) -> None:
+        """Raises OSError."""
+        disk.replace_file(f"{self.folder}/{UNCHECKED}", b"", is_durable=True)
+        disk.sync_folder(self.folder)
+
+    def forget_unchecked(self) -> None:
+        """Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.folder}/{UNCHECKED}")
+
+    def keep_lost(self) -> None:
+        """Make the damaged ranges durable that the start has found: later starts pass over them. Called when the doubt
+        about them is journaled. Raises OSError."""
+        removed.write_lost(self.folder, self.lost)
+        removed.write(self.folder, self._removed)  # it may have been damaged itself
+
     def unlink(self, base: int) -> None:
         """Remove a sealed segment without live records. A reader that has it open can finish. Only one thread at a time
         calls this. Raises OSError."""
         with self.lock:
             assert base != self.bases[-1], "the active segment is written to"
-            gone = removed.merged([*self._removed, (base, self.segment_end(base))])
-        removed.write(self.folder, gone)  # before the file is unlinked: see `removed`
+            part = base, self.segment_end(base)
+        self._remove(part)
         with self.lock:
-            self._removed = gone
             self.bases.remove(base)
             self._files.pop(base, None)
         os.unlink(segment_path(self.folder, base))
+
+    def forget_missing(self) -> None:
+        """Count damaged ranges that no segment contains, because their file was lost, as removed. Only the thread that
+        calls `unlink` calls this. Raises OSError."""
+        with self.lock:
+            inside = [(base, self.segment_end(base)) for base in self.bases]
+        for each in self.lost:
+            if not any(begin <= each.begin < end for begin, end in inside):
+                self._remove((each.begin, each.end))
+
+    def _remove(self, part: tuple[int, int]) -> None:
+        """Record that the node needs nothing of this range. Raises OSError."""
+        gone = removed.merged([*self._removed, part])
+        removed.write(self.folder, gone)  # before the file is unlinked: see `removed`
+        left = [each for each in self.lost if not (part[0] <= each.begin and each.end <= part[1])]
+        if left != self.lost:
+            removed.write_lost(self.folder, left)
+        with self.lock:
+            self._removed, self.lost = gone, left
 
     def _file(self, base: int) -> OpenSegment:
         if base == self.bases[-1]:

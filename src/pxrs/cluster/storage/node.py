@@ -14,8 +14,11 @@ What a node does in each state:
 | good | yes | yes | yes | yes |
 | too little free space | NodeFull | yes | yes | yes |
 | the last write of the journal failed | NodeFull | tries | yes | yes |
-| read-only: the disk was full at the start | NodeFull | NodeFull | yes | yes |
-| headers in the journal are damaged | NodeFull | yes | yes | never: the damaged part may have had the entry |
+| read-only: the disk was full at the start | NodeFull | if it has the fence already | yes | if the start is proven |
+| the disk has damaged a part of the journal | NodeFull for writers, yes for recoveries and repairs | yes | yes | yes |
+
+For a ledger that is in doubt (C7), in any of these states, the node answers that it does not know whether it had the
+entry, and never that it does not have it.
 """
 
 from __future__ import annotations
@@ -23,15 +26,25 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
+from pxrs.cluster import staged
 from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.messages import Add
+from pxrs.cluster.storage.core import DoubtItem, FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
 from pxrs.cluster.storage.core import Entries as Present
-from pxrs.cluster.storage.core import FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
-from pxrs.cluster.storage.format import BODY_BYTES_MAX, HERE, LEDGER_BYTES_MAX, NUMBER_MAX, Kind, Record, seed_of
+from pxrs.cluster.storage.format import (
+    BODY_BYTES_MAX,
+    HERE,
+    LEDGER_BYTES_MAX,
+    NUMBER_MAX,
+    Kind,
+    Record,
+    header_bytes,
+    seed_of,
+)
 from pxrs.cluster.storage.index import Entries, Index, Place, entries_of
 from pxrs.cluster.storage.journal import SEGMENT_BYTES, Journal, Write
 from pxrs.cluster.storage.opening import open_journal
@@ -40,6 +53,8 @@ from pxrs.cluster.storage.room import Room
 from pxrs.errors import InvalidArgument, InvalidKey, NodeFull, NodeUnreachable, PxrsError
 from pxrs.metrics.instruments import (
     STORAGE_BYTES,
+    STORAGE_DAMAGED,
+    STORAGE_DOUBTS,
     STORAGE_ENTRIES,
     STORAGE_FREE,
     STORAGE_LEDGERS,
@@ -69,6 +84,14 @@ class Load(NamedTuple):
     ledgers: int
     free_bytes: int
     refuses: str | None
+    doubts: int
+    """How many ledgers are in doubt."""
+    damaged: int
+    """How many entries are known to be damaged, and how many ranges of the journal."""
+    is_unchecked: bool
+    """Whether closed ledgers were not all compared with the journal since a start in doubt."""
+    cleared: int
+    """How many records of closed ledgers this process has changed because the node lacks entries of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +105,17 @@ class StorageNode:
     """Threads share it. It is the only user of the journal's folder until `close`."""
 
     def __init__(
-        self, node: str, folder: str, settings: NodeSettings | None = None, read_only: str | None = None
+        self,
+        node: str,
+        folder: str,
+        settings: NodeSettings | None = None,
+        read_only: str | None = None,
+        proof: int | None = None,
     ) -> None:
         """folder: the folder of the journal, which must exist. read_only: why the node writes nothing at all, not even
-        a fence; None if it may. Raises OSError."""
-        self.id = node
+        a fence; None if it may. proof: the position up to which the journal was synced, if that is known
+        (`opening`). Raises OSError."""
+        self.id, self.seed = node, seed_of(node)
         self.read_only = read_only
         self._settings = settings or NodeSettings()
         self.lock = threading.Lock()
@@ -94,40 +123,177 @@ class StorageNode:
         bases: list[int] = []
         self.index = Index(self.core, bases)
         is_read_only = read_only is not None
-        opened = open_journal(folder, seed_of(node), self.index.replay, bases, is_read_only=is_read_only)
+        opened = open_journal(folder, seed_of(node), self.index.replay, bases, proof, is_read_only=is_read_only)
         self.index.end_replay()
-        self._damage = opened.damage
+        self.is_proven = opened.is_proven
+        """Whether it is certain that the journal has everything that was acknowledged. If not, the node answers that
+        it does not know what it does not have, until `begin_doubt` tells it which ledgers are in doubt."""
+        self.core.knows_all = self.is_proven
+        self.on_synced: Callable[[int], None] = lambda end: None
+        """Called with the new end of the journal after each sync, before anything that waits for it is told."""
         self._room = Room(folder, self._settings.free_bytes_min, self._probe)
         self.journal = Journal(
-            folder, seed_of(node), opened, self, self.lock, self._settings.segment_bytes, is_read_only=is_read_only
+            folder,
+            seed_of(node),
+            opened,
+            self,
+            self.lock,
+            self._settings.segment_bytes,
+            is_read_only=is_read_only,
+            on_synced=lambda end: self.on_synced(end),
         )
+        self.cleared = 0
+        """See `Load.cleared`."""
+        self.is_unchecked = not self.is_proven or self.journal.is_unchecked
+        """Whether closed ledgers may lack entries that the node had, and were not compared with the index since."""
+        for base in bases:
+            end = self.journal.segment_end(base)
+            sizes = (min(end, each.end) - max(base, each.begin) for each in opened.lost)
+            if lost_bytes := sum(size for size in sizes if size > 0):
+                self.index.dead[base] += lost_bytes
         self.recorded_end = -1
         """The end of the journal that the registry has, as this process has recorded it; -1: not yet."""
-        self._reader = EntryReader(node, self.core, self.journal, self.lock, self._damage)
+        self._reader = EntryReader(node, self.core, self.journal, self.lock)
         self.look_at_room()
         for gauge, read in _GAUGES:
             gauge.watch(self, read)
 
     @property
     def refuses(self) -> str | None:
-        """Why the node accepts no adds; None if it does."""
-        if self._damage:
-            return (
-                f"the journal is damaged ({self._damage[0]}, {len(self._damage)} places in all): the node serves what "
-                "it can read and accepts no entries; start a new node on an empty directory and retire this one"
-            )
-        return self.read_only or self._room.problem
+        """Why the node accepts no entries of writers; None if it does."""
+        return self.read_only or self._room.problem or self.rot
 
     @property
-    def is_damaged(self) -> bool:
-        """Whether headers in the journal are damaged, so that it is not known which entries the node had."""
-        return bool(self._damage)
+    def rot(self) -> str | None:
+        """What the disk has damaged in the journal; None if it has damaged nothing that is not repaired. A range that a
+        power loss may have torn does not count, because the disk is sound."""
+        rotten = [each for each in self.journal.lost if not each.is_torn]
+        if not rotten:
+            return None
+        size = sum(each.end - each.begin for each in rotten)
+        return (
+            f"the disk has damaged {size:,} bytes of the journal in {len(rotten)} places; the node accepts entries "
+            "again when other nodes have given it the entries that it lacks. Check the disk"
+        )
 
     @property
     def load(self) -> Load:
         free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
-            return Load(self.index.bytes, len(self.core), free_bytes, self.refuses)
+            damaged = len(self._reader.damaged) + sum(not each.is_torn for each in self.journal.lost)
+            # A ledger of staged rows that is not closed is recovered by nobody.
+            doubts = sum(not ledger.startswith(staged.LEDGER) for ledger in self.index.doubts)
+            return Load(
+                self.index.bytes,
+                len(self.core),
+                free_bytes,
+                self.refuses,
+                doubts,
+                damaged,
+                self.is_unchecked,
+                self.cleared,
+            )
+
+    # Doubt.
+
+    def begin_doubt(self, unclosed: Sequence[str], highest: Sequence[str]) -> None:
+        """After a start in doubt, before the node answers anything: journal what it does not know (C7). Returns when
+        that is durable. unclosed, highest: as for `NodeCore.begin_doubt`. Raises NodeFull, NodeUnreachable, OSError."""
+        self.journal.keep_unchecked()
+        with self.lock:
+            for item in self.core.begin_doubt(unclosed, highest):
+                if isinstance(item, DoubtItem):
+                    record = Record(Kind.DOUBT, item.ledger)
+                else:
+                    record = Record(Kind.REMOVED, item.ledger, offset=self.index.upto(item.ledger), rows=1)
+                self.journal.submit(Write(record, (), _ignore))
+            wait = self._wait_for(Write(None, (), _ignore))
+        wait()
+        self.journal.keep_lost()
+        self.core.knows_all = True
+
+    def doubts(self) -> list[str]:
+        """The ledgers that are in doubt."""
+        with self.lock:
+            return self.core.doubts()
+
+    def end_doubt(self, ledger: str) -> None:
+        """The record of the ledger is closed, or does not exist any more."""
+        with self.lock:
+            self.core.end_doubt(ledger)
+            self.index.end_doubt(ledger)
+
+    def lacks(self, ledger: str, entries: Iterable[int]) -> bool:
+        """Whether the node does not have one of these entries, or cannot read it."""
+        with self.lock:
+            state = self.core.state(ledger)
+            found = set() if state is None else entries_of(state).numbers()
+            damaged = [entry for owner, entry in self._reader.damaged if owner == ledger]
+            found -= {entry for entry in damaged if self._is_damaged(ledger, entry)}
+        return any(entry not in found for entry in entries)
+
+    def damaged_entries(self) -> dict[str, set[int]]:
+        """By ledger: the entries that the node has and cannot read."""
+        found: dict[str, set[int]] = {}
+        with self.lock:
+            for ledger, entry in self._reader.damaged:
+                found.setdefault(ledger, set()).add(entry)
+        return found
+
+    def verify(self, ledger: str, entry: int) -> None:
+        """Read an entry, to find out whether it is damaged."""
+        self._reader.verify(ledger, entry)
+
+    def entries_within(self, begin: int, end: int) -> list[tuple[str, int]]:
+        """The entries of whose record a part lies in this range of positions of the journal."""
+        found: list[tuple[str, int]] = []
+        for ledger, _ in self.ledgers():
+            with self.lock:  # not for all ledgers at once
+                state = self.core.state(ledger)
+                entries = [] if state is None else entries_of(state).within(begin, end, header_bytes(ledger))
+            found += [(ledger, entry) for entry in entries]
+        return found
+
+    def move_out(self, begin: int, end: int) -> None:
+        """Write the live records of a damaged range again that the node knows without reading them: all but entries. If
+        nothing live is left in the range, record that it is damaged. Raises NodeFull, NodeUnreachable, OSError."""
+        index = self.index
+        waits: list[Callable[[], None]] = []
+        with self.lock:
+            for ledger, (number, position) in list(index.fences.items()):
+                if begin <= position < end:
+                    waits.append(self._wait_for(Write(Record(Kind.FENCE, ledger, recovery=number), (), _ignore)))
+            for ledger, position in list(index.doubts.items()):
+                if begin <= position < end:
+                    waits.append(self._wait_for(Write(Record(Kind.DOUBT, ledger), (), _ignore)))
+            for ledger, removal in list(index.removals.items()):
+                if begin <= removal.position < end:
+                    record = Record(Kind.REMOVED, ledger, offset=removal.upto, rows=int(removal.is_remembered))
+                    waits.append(self._wait_for(Write(record, (), _ignore)))
+        for wait in waits:
+            wait()
+        if not self.entries_within(begin, end):
+            self.journal.lose(begin, end)
+
+    def forget_damaged(self, ledger: str, entries: Iterable[int]) -> None:
+        """Nobody needs these damaged entries any more: the node does not have them from now on."""
+        with self.lock:
+            state = self.core.state(ledger)
+            for entry in entries:
+                if self._is_damaged(ledger, entry) and state is not None:
+                    self.index.drop(ledger, entry)
+                self._reader.damaged.pop((ledger, entry), None)
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether the node is in doubt about a ledger, or may lack an entry, or knows of damage."""
+        return bool(self.index.doubts or self.is_unchecked or self.journal.lost or self._reader.damaged)
+
+    def checked(self) -> None:
+        """All closed ledgers were compared with the index, and the records of those that lack entries say so. Raises
+        OSError."""
+        self.journal.forget_unchecked()
+        self.is_unchecked = False
 
     def look_at_room(self) -> None:
         """Check the free space, and whether a journal that could not be written can be written again (`Room.look`)."""
@@ -151,14 +317,15 @@ class StorageNode:
                     self.journal.submit(Write(None, (), functools.partial(_refuse, number, done, error)))
 
     def _add(self, add: Add, done: Callable[[Exception | None], None]) -> PxrsError | None:
-        if (refuses := self.refuses) is not None:
+        refuses = self.refuses if add.recovery is None else self.read_only or self._room.problem
+        if refuses is not None:
             return NodeFull(self.id, refuses)
         head = add.head
         outcome = self.core.add(add.ledger, add.entry, head, add.lac, add.recovery)
         if isinstance(outcome.reply, PxrsError):
             return outcome.reply
         undo = functools.partial(self._forget, add.ledger, add.entry) if outcome.append else None
-        if undo is None and not self._is_damaged(add):
+        if undo is None and not self._is_damaged(add.ledger, add.entry):
             self.journal.submit(Write(None, (), done))
             return None
         record = Record(
@@ -178,12 +345,12 @@ class StorageNode:
         self.journal.submit(Write(record, add.body, done, undo))
         return None
 
-    def _is_damaged(self, add: Add) -> bool:
+    def _is_damaged(self, ledger: str, entry: int) -> bool:
         """Whether a read has found the stored entry damaged at its current position, so that it must be written
         again."""
-        position = self._reader.damaged.get((add.ledger, add.entry)) if self._reader.damaged else None
-        state = None if position is None else self.core.state(add.ledger)
-        place = None if state is None else entries_of(state).find(add.entry)
+        position = self._reader.damaged.get((ledger, entry)) if self._reader.damaged else None
+        state = None if position is None else self.core.state(ledger)
+        place = None if state is None else entries_of(state).find(entry)
         return place is not None and place.position == position
 
     def _told(self, number: int, done: Callable[[int, PxrsError | None], None], error: Exception | None) -> None:
@@ -260,17 +427,30 @@ class StorageNode:
             if recovery is None and state is not None and not all(map(entries_of(state).is_synced, present)):
                 wait = self._wait_for(Write(None, (), _ignore))
         wait()
-        return self._reader.read(ledger, range(first, last + 1), present, max_bytes, heads=heads)
+        entries = range(first, last + 1)
+        return self._reader.read(ledger, entries, present, max_bytes, heads=heads, is_in_doubt=reply.is_in_doubt)
 
     def page(self, ledger: str, after: int, limit: int) -> IndexPage:
-        """The first `limit` entries of a ledger after `after`, all synced. Raises NodeFull."""
+        """The first `limit` entries of a ledger after `after`, all synced, without those that are known to be damaged.
+        Raises NodeFull."""
         with self.lock:
-            reply, wait = self._decide(self.core.index, ledger, after, limit)
-            assert isinstance(reply, Indexed)
-            state = self.core.state(ledger)
-            found = [] if state is None else [entries_of(state).find(entry) for entry in reply.entries]
+            while True:
+                reply, wait = self._decide(self.core.index, ledger, after, limit)
+                assert isinstance(reply, Indexed)
+                state = self.core.state(ledger)
+                whole = [entry for entry in reply.entries if not self._is_damaged(ledger, entry)]
+                found = [] if state is None else [entries_of(state).find(entry) for entry in whole]
+                if found or not reply.is_more:
+                    break
+                after = reply.entries[-1]  # all of the page are damaged
         wait()
-        return IndexPage([place for place in found if place is not None], reply.lac, reply.fence, reply.is_more)
+        places = [place for place in found if place is not None]
+        return IndexPage(places, reply.lac, reply.fence, reply.is_more)
+
+    def lacking(self) -> list[str]:
+        """The ledgers that are in doubt, or of which the node has damaged entries."""
+        with self.lock:
+            return sorted({*self.core.doubts(), *(ledger for ledger, _ in self._reader.damaged)})
 
     def ledgers(self) -> list[tuple[str, int]]:
         """Every ledger of which the node has data, each with the mark that `remove` needs."""
@@ -296,6 +476,8 @@ class StorageNode:
                 return False
             record = Record(Kind.REMOVED, ledger, offset=HERE, rows=int(has_partition))
             undo = functools.partial(self._restore, ledger, state)
+            for key in [key for key in self._reader.damaged if key[0] == ledger]:
+                del self._reader.damaged[key]
             wait = self._wait_for(Write(record, (), _ignore, undo, entries_of(state)))
         wait()
         return True
@@ -305,7 +487,7 @@ class StorageNode:
         self.core.replay(FenceItem(ledger, state.fence))
         again = self.core.state(ledger)
         assert again is not None
-        again.index, again.lac = state.index, state.lac
+        again.index, again.lac, again.is_in_doubt = state.index, state.lac, state.is_in_doubt
 
     def write_again(self, record: Record, body: bytes | memoryview) -> Callable[[], None]:
         """Append a live record to the journal again, for compaction. The caller holds the lock. Returns a function that
@@ -321,6 +503,8 @@ class StorageNode:
                 if write.removes is not None:
                     self.index.void(write.record, write.removes)
                 self.index.written(write.record)
+                if write.record.kind is Kind.ENTRY and self._reader.damaged:
+                    self._reader.damaged.pop((write.record.ledger, write.record.entry), None)
                 entries += write.undo is not None and write.record.kind is Kind.ENTRY
         STORAGE_ENTRIES.of().add(entries)
 
@@ -337,6 +521,8 @@ _GAUGES: Final = (
     (STORAGE_LEDGERS, lambda node: [((), node.load.ledgers)]),
     (STORAGE_FREE, lambda node: [((), node.load.free_bytes)]),
     (STORAGE_REFUSES, lambda node: [((), float(node.load.refuses is not None))]),
+    (STORAGE_DOUBTS, lambda node: [((), node.load.doubts)]),
+    (STORAGE_DAMAGED, lambda node: [((), node.load.damaged)]),
 )
 
 

@@ -4,18 +4,27 @@ Segments are named by the position of their first byte in the journal, so a segm
 Bytes of its file after that point are left from a failed write and are ignored. Of sealed segments only the headers are
 read; a damaged body is noticed when the entry is read.
 
-A batch is written only after the sync of the batch before it. So only the last batch of the last segment can be torn;
-its records are used up to the first incomplete one. It is not known whether the last batch was synced: the process may
-have ended after a failed sync, and a later sync of the same file can report success although the kernel has dropped the
-pages (L3). So the last batch is written again, to a new file that begins where the batch began.
+A batch is written only after the sync of the batch before it. So a write that was cut off can only be in the last batch
+of the last segment. Whether a record that is damaged or missing there was synced, and perhaps acknowledged, does not
+follow from the journal. `proof` is the position up to which everything was synced, if that is known (C9):
 
-On a full disk nothing can be written, and `is_read_only` opens the journal as it is. The last batch stays where it is:
-it is synced, the pages of the file are dropped from the page cache, and the batch is read again and verified, so that
-what the node serves is what the medium has.
+    proof    damage                        the start is   what is done with the damage
+    -------  ----------------------------  -------------  ----------------------------------------------------------
+    known    none before it                proven         it is the rest of a write that was cut off, and is removed
+    known    before it, or the journal is  in doubt       the damaged bytes stay where they are, and so does every
+             shorter                                      whole record, also behind them
+    unknown  any, or none                  in doubt       the same
 
-A damaged header anywhere else belongs to data that was synced once. It is reported, and the journal is never truncated
-there. The lost records may be entries or fences. A node with such a journal must never answer that an entry is missing,
-and must not accept adds.
+The caller has to journal the doubt (`NodeCore.begin_doubt`), and then records the damaged ranges (`removed.LOST`), so
+that later starts pass over them. A range is "torn" if it is in the last batch and no proof covers it: a power loss
+leaves such ranges on a sound disk. Any other range is rot.
+
+It is not known whether the last batch was synced: the process may have ended after a failed sync, and a later sync of
+the same file can report success although the kernel has dropped the pages (L3). So the last batch is written again, to
+a new file that begins where the batch began. If the last batch is damaged and the start is in doubt, it stays as it is:
+the file is synced, its pages are dropped from the page cache, the batch is read again, and the journal continues in a
+new file behind the last byte. On a full disk, where nothing can be written (`is_read_only`), a whole batch stays as it
+is too.
 """
 
 from __future__ import annotations
@@ -24,24 +33,16 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import xxhash
 
 from pxrs import disk
 from pxrs.cluster.storage import removed
-from pxrs.cluster.storage.format import (
-    ALIGNMENT,
-    BODY_BYTES_MAX,
-    HEADER_BYTES_MAX,
-    Record,
-    body_padding,
-    decode,
-    encode,
-    find_record,
-)
+from pxrs.cluster.storage.format import ALIGNMENT, BODY_BYTES_MAX, HEADER_BYTES_MAX, Record, decode, find_record
+from pxrs.cluster.storage.removed import Lost
 from pxrs.errors import DamagedFrame
 from pxrs.log.directory.segments.files import pread, pwrite_all, segment_bases, segment_path
 from pxrs.log.directory.segments.writing import OpenSegment
@@ -50,6 +51,8 @@ _logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 64 << 10
 """How many bytes of a segment are read at a time, while its records are shorter than that."""
+COPY_BYTES: Final = 4 << 20
+"""How many bytes of the last batch are copied at a time."""
 NEW: Final = ".new"
 """Suffix of the new segment's file name until its content is synced."""
 
@@ -68,52 +71,102 @@ class Opened:
     """The position of the first byte of each segment, in rising order. The last segment is the active one."""
     gone: removed.Ranges
     """The ranges of positions that the node has removed (`removed`)."""
-    damage: list[DamagedFrame] = field(default_factory=list)
-    """The places where headers are damaged or segments are missing."""
+    lost: list[Lost]
+    """The ranges that hold no records because they are damaged: those that earlier starts have recorded, and those that
+    this one has found."""
+    damage: list[DamagedFrame]
+    """What this start has found damaged."""
+    is_proven: bool
+    """Whether everything that was acknowledged is there, apart from ranges that earlier starts have recorded."""
 
 
-def open_journal(folder: str, seed: int, apply: Apply, bases: list[int], *, is_read_only: bool = False) -> Opened:
+class Damaged(NamedTuple):
+    """A damaged range of positions, which no earlier start has recorded."""
+
+    error: DamagedFrame
+    begin: int
+    end: int
+
+
+def open_journal(
+    folder: str, seed: int, apply: Apply, bases: list[int], proof: int | None = None, *, is_read_only: bool = False
+) -> Opened:
     """Read the journal in this folder, which must exist, and begin a new segment. Raises OSError.
 
     apply: called with every record, in order. bases: an empty list, to which the bases of the segments are added before
-    `apply` is called. is_read_only: write nothing, and begin no segment; there must be one."""
+    `apply` is called. proof: see the module's docstring. is_read_only: write nothing, and begin no segment; there must
+    be one."""
     for name in os.listdir(folder):
         if name.endswith(NEW):
             os.unlink(f"{folder}/{name}")
-    damage: list[DamagedFrame] = []
-    gone = removed.read(folder)
-    if gone is None:
-        damage.append(DamagedFrame(f"{folder}/{removed.FILE}", 0, "the checksum of the list does not match"))
-    bases += _present(folder, gone or [], damage, is_read_only=is_read_only)
+    gone, lost = removed.read(folder), removed.read_lost(folder)
+    found: list[Damaged] = []
+    """Damage of what was synced once."""
+    for name, known in ((removed.FILE, gone), (removed.LOST, lost)):
+        if known is None:
+            found.append(Damaged(DamagedFrame(f"{folder}/{name}", 0, "the checksum of the list does not match"), 0, 0))
+    gone, lost = gone or [], lost or []
+    bases += _present(folder, gone, is_read_only=is_read_only)
+    _drop_unused(folder, bases, lost, is_read_only=is_read_only)
+    found += _missing(folder, gone, lost, bases)
     for base in bases[:-1]:
-        end = removed.segment_end(gone or [], bases, base)
+        end = removed.segment_end(gone, bases, base)
         assert end is not None
-        for record in _sealed(folder, base, end, seed, damage):
-            apply(record)
-    tail: list[Record] = []
-    begin = gone[-1][1] if gone else 0
-    if bases:
-        tail, begin = _last(folder, bases[-1], seed, apply, damage)
-    for each in damage:
-        _logger.error("the journal is damaged, and the node accepts no entries: %s", each)
-    if is_read_only:
-        active, end = _as_it_is(folder, tail, begin, seed, bases[-1])
+        for each in _segment(folder, base, end, seed, lost):
+            if isinstance(each, Record):
+                apply(each)
+            else:
+                found.append(each)
+    if not bases:
+        active, begin = _begin_again(folder, 0, 0, None, gone[-1][1] if gone else 0)
+        bases.append(begin)
+        return Opened(
+            active, begin, bases, gone, lost, [each.error for each in found], not found and not gone and not proof
+        )
+    last = _LastSegment(folder, bases[-1], seed, lost, apply, found)
+    is_proven = proof is not None and last.is_whole_upto(proof) and not found
+    torn: list[Damaged] = []
+    if is_proven or not last.damaged(proof):
+        if is_read_only:
+            active, end = last.as_it_is(proof)
+        else:
+            tail = last.upto_damage(proof)
+            end = tail[-1].position + tail[-1].size if tail else last.begin
+            active, begin = _begin_again(folder, last.begin, end, bases[-1], last.begin)
+            if bases[-1] != begin:
+                bases.append(begin)
+            for record in tail:
+                apply(record)
     else:
-        active, end = _begin_again(folder, tail, begin, seed, bases[-1] if bases else None)
-        if not bases or bases[-1] != begin:
-            bases.append(begin)
-    for record in tail:
-        apply(record)
-    return Opened(active, end, bases, gone or [], damage)
+        active, end, damaged = last.sealed(proof, is_read_only=is_read_only)
+        torn = [each for each in damaged if proof is None or each.begin >= proof]
+        found += [each for each in damaged if each not in torn]
+        if bases[-1] != active.base:
+            bases.append(active.base)
+    known_end = max([end, *(each for _, each in gone), *(each.end for each in lost)])
+    if known_end > end and not is_read_only:
+        # The end of the journal is lost. Positions that a list names would be passed over by the next start.
+        active = OpenSegment.open(folder, known_end, is_created=True)
+        disk.sync_folder(folder)
+        bases.append(known_end)
+        end = known_end
+    for each in [*found, *torn]:
+        _logger.error("the journal is damaged: %s", each.error)
+    lost = [
+        *lost,
+        *(Lost(each.begin, each.end, False) for each in found if each.end),
+        *(Lost(each.begin, each.end, True) for each in torn),
+    ]
+    return Opened(active, end, bases, gone, sorted(lost), [each.error for each in [*found, *torn]], is_proven)
 
 
-def _present(folder: str, gone: removed.Ranges, damage: list[DamagedFrame], *, is_read_only: bool) -> list[int]:
+def _present(folder: str, gone: removed.Ranges, *, is_read_only: bool) -> list[int]:
     """The bases of the segments that exist. Segments that were recorded as removed and not unlinked yet, because the
     node was killed in between, are unlinked now, unless `is_read_only`."""
     bases = segment_bases(folder)
     stale = [base for base in bases if removed.is_within(gone, base)]
     if is_read_only:
-        bases, stale = [base for base in bases if base not in stale], []
+        return [base for base in bases if base not in stale]
     if stale:
         # The node may have been killed before the list of removed segments was durable. If a power loss took the list
         # and left the files unlinked, the next start would report damage.
@@ -121,11 +174,31 @@ def _present(folder: str, gone: removed.Ranges, damage: list[DamagedFrame], *, i
     for base in stale:
         os.unlink(segment_path(folder, base))
         bases.remove(base)
-    for _, begin in [(0, 0), *gone]:
-        # A segment begins where the removed range before it ends, and the first one at 0.
-        if bases and begin < bases[-1] and begin not in bases and not removed.is_within(gone, begin):
-            damage.append(DamagedFrame(segment_path(folder, begin), 0, "the segment is missing"))
     return bases
+
+
+def _drop_unused(folder: str, bases: list[int], lost: Sequence[Lost], *, is_read_only: bool) -> None:
+    """If the last start ended before it had recorded what it found damaged, it has left an empty segment behind the
+    last byte of the one before. Without the empty one, this start finds the same as that one did."""
+    if len(bases) < 2 or any(each.end == bases[-1] for each in lost):
+        return
+    path, before = segment_path(folder, bases[-1]), os.stat(segment_path(folder, bases[-2])).st_size
+    if os.stat(path).st_size == 0 and bases[-2] + -(-before // ALIGNMENT) * ALIGNMENT == bases[-1]:
+        del bases[-1]
+        if not is_read_only:
+            os.unlink(path)
+            disk.sync_folder(folder)
+
+
+def _missing(folder: str, gone: removed.Ranges, lost: Sequence[Lost], bases: list[int]) -> Iterator[Damaged]:
+    """The segments that are missing where a removed range ends, or at 0. A file that is missing elsewhere is noticed
+    when the segment before it is read."""
+    for _, begin in [(0, 0), *gone]:
+        following = [base for base in bases if base >= begin]
+        if following and following[0] != begin and not removed.is_within(gone, begin):
+            end = min([following[0], *(each for each, _ in gone if each > begin)])
+            if not any(each.begin <= begin and end <= each.end for each in lost):
+                yield Damaged(DamagedFrame(segment_path(folder, begin), 0, "the segment is missing"), begin, end)
 
 
 def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int) -> Iterator[Record]:
@@ -160,66 +233,6 @@ def read_body(descriptor: int, path: str, base: int, record: Record) -> bytes:
     return body
 
 
-def _sealed(folder: str, base: int, following: int, seed: int, damage: list[DamagedFrame]) -> Iterator[Record]:
-    """The records of a segment other than the last one. Damaged places are added to `damage` and skipped."""
-    path, at = segment_path(folder, base), 0
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                yield from walk(descriptor, path, base, at, following - base, seed)
-                return
-            except DamagedFrame as error:
-                damage.append(error)
-                found = _next(descriptor, error.position, following - base, base, seed, path)
-                if found is None:
-                    return
-                at = found
-    finally:
-        os.close(descriptor)
-
-
-def _last(folder: str, base: int, seed: int, apply: Apply, damage: list[DamagedFrame]) -> tuple[list[Record], int]:
-    """Apply the records of the last segment except those of its last batch. Returns the complete records of that batch,
-    and its position in the journal."""
-    path = segment_path(folder, base)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size, at = os.fstat(descriptor).st_size, 0
-        batch: list[Record] = []
-        begin = base
-        while True:
-            try:
-                for record in walk(descriptor, path, base, at, size, seed):
-                    if record.follows == 0:
-                        for each in batch:
-                            apply(each)
-                        batch, begin = [], record.position
-                    batch.append(record)
-                break
-            except DamagedFrame as error:
-                found = _next(descriptor, error.position, size, base, seed, path)
-                if found is None or not _has_later_batch(descriptor, found, size, base, seed, path):
-                    _logger.warning("the last write to the journal is incomplete and ignored: %s", error)
-                    break
-                damage.append(error)
-                at = found
-        return _whole(descriptor, path, base, batch), begin
-    finally:
-        os.close(descriptor)
-
-
-def _whole(descriptor: int, path: str, base: int, batch: list[Record]) -> list[Record]:
-    """The records of the last batch up to the first one whose body is incomplete."""
-    for number, record in enumerate(batch):
-        try:
-            read_body(descriptor, path, base, record)
-        except DamagedFrame as error:
-            _logger.warning("the last write to the journal is incomplete and ignored: %s", error)
-            return batch[:number]
-    return batch
-
-
 def _next(descriptor: int, at: int, size: int, base: int, seed: int, path: str) -> int | None:
     """The place in the file of the next header after a damaged one; None if there is none before `size`."""
     size = min(size, os.fstat(descriptor).st_size)
@@ -230,55 +243,160 @@ def _next(descriptor: int, at: int, size: int, base: int, seed: int, path: str) 
         return find_record(view, begin, base, seed, path)
 
 
-def _has_later_batch(descriptor: int, at: int, size: int, base: int, seed: int, path: str) -> bool:
-    """Whether a batch begins at this place or after it."""
-    found: int | None = at
-    while found is not None:
-        try:
-            return any(record.follows == 0 for record in walk(descriptor, path, base, found, size, seed))
-        except DamagedFrame as error:
-            found = _next(descriptor, error.position, size, base, seed, path)
-    return False
-
-
-def _as_it_is(folder: str, tail: list[Record], begin: int, seed: int, last: int) -> tuple[OpenSegment, int]:
-    """Make sure that the last batch is on the medium: the headers too, because a fence has no body. Returns its
-    segment, and the position after its last record."""
-    active, end = OpenSegment.open(folder, last), begin + sum(record.size for record in tail)
+def _segment(folder: str, base: int, end: int, seed: int, lost: Sequence[Lost]) -> Iterator[Record | Damaged]:
+    path = segment_path(folder, base)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        active.sync()
-        os.posix_fadvise(active.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        for record in walk(active.descriptor, active.path, last, begin - last, end - last, seed):
-            read_body(active.descriptor, active.path, last, record)
-    except DamagedFrame as error:
-        active.close()
-        raise OSError(errno.EIO, f"the last batch was not written to the medium: {error}", active.path) from error
-    except BaseException:
-        active.close()
-        raise
-    return active, end
+        yield from parts(descriptor, path, base, base, end, seed, lost)
+    finally:
+        os.close(descriptor)
 
 
-def _begin_again(folder: str, tail: list[Record], begin: int, seed: int, last: int | None) -> tuple[OpenSegment, int]:
-    """Write the last batch to a new segment. Returns the segment and the position after its last record.
+def parts(
+    descriptor: int, path: str, base: int, begin: int, end: int, seed: int, lost: Sequence[Lost]
+) -> Iterator[Record | Damaged]:
+    """The records of a segment between two positions of the journal, and its damaged ranges, in order. The ranges in
+    `lost` are passed over."""
+    at = begin
+    while at < end:
+        inside = next((each for each in lost if each.begin <= at < each.end), None)
+        if inside is not None:
+            at = inside.end
+            continue
+        limit = min([end, *(each.begin for each in lost if each.begin > at)])
+        try:
+            yield from walk(descriptor, path, base, at - base, limit - base, seed)
+            at = limit
+        except DamagedFrame as error:
+            following = _next(descriptor, error.position, limit - base, base, seed, path)
+            begin, at = base + error.position, limit if following is None else base + following
+            yield Damaged(error, begin, at)
 
-    begin: the position of the batch in the journal. last: the base of the segment that contains the batch; None if
-    there is none."""
-    path = segment_path(folder, begin)
+
+class _LastSegment:
+    """The last segment of the journal. Its records before the last batch are applied at once."""
+
+    def __init__(
+        self, folder: str, base: int, seed: int, lost: Sequence[Lost], apply: Apply, found: list[Damaged]
+    ) -> None:
+        """found: damage before the last batch is added to it."""
+        self.folder, self.base, self._seed, self._lost, self._apply = folder, base, seed, lost, apply
+        self._path = segment_path(folder, base)
+        self._file = OpenSegment.open(folder, base)
+        self._end = base + self._file.size
+        self.begin = base
+        """The position at which the last batch begins."""
+        self._batch: list[Record | Damaged] = []
+        for each in self._parts(base):
+            if isinstance(each, Record) and each.follows == 0:
+                # Everything before this record was synced.
+                for before in self._batch:
+                    if isinstance(before, Record):
+                        apply(before)
+                    else:
+                        found.append(before)
+                self._batch, self.begin = [], each.position
+            self._batch.append(each)
+        self._unreadable = self._without_body()
+
+    def _parts(self, begin: int) -> Iterator[Record | Damaged]:
+        return parts(self._file.descriptor, self._path, self.base, begin, self._end, self._seed, self._lost)
+
+    def _without_body(self) -> dict[int, Damaged]:
+        """By position: the records of the last batch whose body is damaged or incomplete."""
+        found = {}
+        for each in self._batch:
+            if isinstance(each, Record):
+                try:
+                    read_body(self._file.descriptor, self._path, self.base, each)
+                except DamagedFrame as error:
+                    found[each.position] = Damaged(error, each.position, each.position + each.size)
+        return found
+
+    def is_whole_upto(self, proof: int) -> bool:
+        """Whether the headers of all records before this position are there."""
+        first = next((each.begin for each in self._batch if isinstance(each, Damaged)), self._end)
+        return proof <= first
+
+    def damaged(self, proof: int | None) -> list[Damaged]:
+        """The damaged ranges of the last batch. A record before `proof` whose body cannot be read is none of them: it
+        is known that the node had this entry, and a read is answered with an error."""
+        found = []
+        for each in self._batch:
+            if isinstance(each, Damaged):
+                found.append(each)
+            elif (bad := self._unreadable.get(each.position)) is not None and each.position >= (proof or 0):
+                found.append(bad)
+        return found
+
+    def upto_damage(self, proof: int | None) -> list[Record]:
+        """The records of the last batch before the first damaged range."""
+        damaged = self.damaged(proof)
+        end = damaged[0].begin if damaged else self._end
+        if damaged:
+            _logger.warning("the last write to the journal was cut off and is removed: %s", damaged[0].error)
+        return [each for each in self._batch if isinstance(each, Record) and each.position < end]
+
+    def as_it_is(self, proof: int | None) -> tuple[OpenSegment, int]:
+        """Apply the last batch, after it was found on the medium: also the headers, because a fence has no body.
+        Returns its segment, and the position after its last record. Raises OSError."""
+        tail = self.upto_damage(proof)
+        self._drop_cache()
+        again = {each for each in self._parts(self.begin) if isinstance(each, Record)}
+        for record in tail:
+            try:
+                if record not in again:
+                    raise DamagedFrame(self._path, record.position - self.base, "the record is not there")
+                if record.position not in self._unreadable:
+                    read_body(self._file.descriptor, self._path, self.base, record)
+            except DamagedFrame as error:
+                why = f"the last batch was not written to the medium: {error}"
+                raise OSError(errno.EIO, why, self._path) from error
+            self._apply(record)
+        return self._file, tail[-1].position + tail[-1].size if tail else self.begin
+
+    def sealed(self, proof: int | None, *, is_read_only: bool) -> tuple[OpenSegment, int, list[Damaged]]:
+        """Apply what the medium has of the last batch, and leave the file as it is. Returns the segment to which the
+        journal appends, its end, and the damaged ranges. Raises OSError."""
+        self._drop_cache()
+        self._batch = list(self._parts(self.begin))
+        self._unreadable = self._without_body()
+        damaged = self.damaged(proof)
+        for each in self._batch:
+            if isinstance(each, Record) and not any(bad.begin == each.position for bad in damaged):
+                self._apply(each)
+        if is_read_only:
+            return self._file, -(-self._end // ALIGNMENT) * ALIGNMENT, damaged
+        end = -(-self._end // ALIGNMENT) * ALIGNMENT
+        if damaged and damaged[-1].end == self._end:
+            damaged[-1] = damaged[-1]._replace(end=end)
+        segment = OpenSegment.open(self.folder, end, is_created=True)
+        disk.sync_folder(self.folder)
+        return segment, end, damaged
+
+    def _drop_cache(self) -> None:
+        self._file.sync()
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _begin_again(folder: str, begin: int, end: int, last: int | None, base: int) -> tuple[OpenSegment, int]:
+    """Write the records between two positions, which are the last batch, to a new segment. Returns the segment, and its
+    base.
+
+    last: the base of the segment that contains the batch; None if there is none. base: of the new segment: `begin`, if
+    there is a batch."""
+    path = segment_path(folder, base)
     temporary = f"{path}{NEW}"
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    end = begin
     try:
-        if tail:
+        if end > begin:
             assert last is not None
-            source_path = segment_path(folder, last)
-            source = os.open(source_path, os.O_RDONLY | os.O_CLOEXEC)
+            source = os.open(segment_path(folder, last), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                for record in tail:
-                    body = read_body(source, source_path, last, record)
-                    header = encode(record, record.position, record.follows, seed)
-                    pwrite_all(descriptor, [header, body, body_padding(len(body))], end - begin)
-                    end += record.size
+                for at in range(begin, end, COPY_BYTES):
+                    piece = pread(source, min(COPY_BYTES, end - at), at - last)
+                    pwrite_all(descriptor, [piece], at - begin)
             finally:
                 os.close(source)
         disk.sync_data(descriptor)
@@ -291,4 +409,4 @@ def _begin_again(folder: str, tail: list[Record], begin: int, seed: int, last: i
     disk.sync_folder(folder)
     if last is not None and last != begin:
         os.truncate(segment_path(folder, last), begin - last)
-    return OpenSegment.open(folder, begin), end
+    return OpenSegment.open(folder, base), base

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import EntryHead
@@ -27,34 +28,35 @@ class Found(NamedTuple):
     """None if the node does not have the entry, or cannot read it."""
     body: bytes | memoryview = b""
     error: PxrsError | None = None
-    """Why the entry cannot be read. If this and `head` are None, the node certainly does not have the entry."""
+    """Why the entry cannot be read."""
+    is_unknown: bool = False
+    """The node is in doubt (C7) and does not know whether it had the entry. If this is False, and `error` and `head`
+    are None, the node certainly does not have the entry."""
 
 
 class EntryReader:
     """Threads share it."""
 
-    def __init__(
-        self, node: str, core: NodeCore, journal: Journal, lock: threading.Lock, damage: Sequence[DamagedFrame]
-    ) -> None:
-        """lock: guards the core. damage: the places where headers of the journal are damaged."""
-        self._node, self._core, self._journal, self._lock, self._damage = node, core, journal, lock, damage
+    def __init__(self, node: str, core: NodeCore, journal: Journal, lock: threading.Lock) -> None:
+        """lock: guards the core."""
+        self._node, self._core, self._journal, self._lock = node, core, journal, lock
         self.damaged: dict[tuple[str, int], int] = {}
         """By ledger and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX. If such an
         entry is added again, the node writes it again."""
 
-    def read(self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool) -> Iterator[Found]:
+    def read(
+        self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool, is_in_doubt: bool
+    ) -> Iterator[Found]:
         size = 0
         for entry in entries:
-            found = self._read_one(ledger, entry, heads=heads) if entry in present else self._missing(ledger, entry)
+            if entry in present:
+                found = self._read_one(ledger, entry, heads=heads)
+            else:
+                found = Found(entry, None, is_unknown=is_in_doubt)
             size += len(found.body)
             if size > max_bytes and size > len(found.body):
                 return
             yield found
-
-    def _missing(self, ledger: str, entry: int) -> Found:
-        if self._damage:
-            return Found(entry, None, error=NodeUnreachable(self._node, f"the journal is damaged: {self._damage[0]}"))
-        return Found(entry, None)
 
     def _read_one(self, ledger: str, entry: int, *, heads: bool) -> Found:
         """Read an entry that was in the index. Compaction may have moved it since: then the read is repeated."""
@@ -74,18 +76,25 @@ class EntryReader:
                     )
                 return Found(entry, place.head, body)
             except (DamagedFrame, OSError) as error:
-                if self._has_moved(ledger, place):
-                    continue
-                _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
-                if len(self.damaged) < DAMAGED_MAX:
-                    self.damaged[ledger, entry] = place.position
+                is_damage = isinstance(error, DamagedFrame) or error.errno in (errno.EIO, errno.ENOENT)
+                with self._lock:
+                    state = self._core.state(ledger)
+                    now = None if state is None else entries_of(state).find(entry)
+                    if now is None or now.position != place.position:
+                        continue  # compaction has moved it, or its ledger was removed
+                    is_known = self.damaged.get((ledger, entry)) == place.position
+                    if is_damage and len(self.damaged) < DAMAGED_MAX:
+                        self.damaged[ledger, entry] = place.position
+                if not is_known:
+                    _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
                 return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
 
-    def _has_moved(self, ledger: str, place: Place) -> bool:
-        with self._lock:
-            state = self._core.state(ledger)
-            now = None if state is None else entries_of(state).find(place.entry)
-        return now is None or now.position != place.position
+    def verify(self, ledger: str, entry: int) -> None:
+        """Read an entry, to find out whether it is damaged. If the node does not have it, nothing happens."""
+        found = self._read_one(ledger, entry, heads=False)
+        if found.error is None:
+            with self._lock:
+                self.damaged.pop((ledger, entry), None)
 
     def _read_heads(self, ledger: str, place: Place) -> bytes:
         """The headers of the frames of an entry, one after the other, each verified."""

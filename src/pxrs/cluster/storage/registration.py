@@ -58,6 +58,8 @@ class Registration:
         """Whether the node's record was retired when it was last read. Used only for the log and for
         `AliveNode.refuses`."""
         self._is_closing = threading.Event()
+        self._has_run = self._is_recorded = False
+        """Whether the thread ran and has ended; whether the stop of the node is recorded."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -66,17 +68,24 @@ class Registration:
         self._thread = start_thread(self._run, "pxrs-storage-registration")
 
     def close(self) -> None:
-        """Record the end of the journal and end the lease, which deletes the key of the live node. Idempotent."""
+        """End the lease, which deletes the key of the live node. Idempotent."""
         self._is_closing.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            try:
-                self._record()
-            except PxrsError as error:
-                _logger.warning("the end of the journal could not be recorded in the registry: %s", error)
+            self._has_run = True
         if self._lease is not None:
             self._lease.close()
+
+    def record_stop(self) -> None:
+        """Record the end of the journal, which is closed: the node acknowledges nothing more, so the next start can
+        compare the journal with it (C9). If the registry does not answer, the next start may be in doubt."""
+        if not self._has_run or self._is_recorded:
+            return
+        try:
+            self._record(is_stop=True)
+        except PxrsError as error:
+            _logger.warning("the stop of the node could not be recorded in the registry: %s", error)
 
     def _run(self) -> None:
         rounds = 0
@@ -114,7 +123,18 @@ class Registration:
         elif self._shown is not None and not _differs(load, self._shown):
             return
         refuses = "it was retired" if self._is_retired else load.refuses
-        alive = AliveNode(self._address, self._starts, load.bytes, load.ledgers, load.free_bytes, refuses)
+        alive = AliveNode(
+            self._address,
+            self._starts,
+            load.bytes,
+            load.ledgers,
+            load.free_bytes,
+            refuses,
+            doubts=load.doubts,
+            damaged=load.damaged,
+            is_unchecked=load.is_unchecked,
+            cleared=load.cleared,
+        )
         self._registry.commit(ephemeral={alive_key(self._node.id): alive.dump()}, lease=self._lease)
         self._shown = load
 
@@ -139,21 +159,23 @@ class Registration:
     def _replaced(self, why: str) -> ClusterError:
         return ClusterError(f"this process is no longer the storage node {self._node.id}: {why}")
 
-    def _record(self) -> None:
+    def _record(self, *, is_stop: bool = False) -> None:
         """Write the end of the journal to the node's record. A disk with a shorter journal is an older copy (C5)."""
         record, version = self._check_standing()
         if (problem := older_registry(record, self._starts, self._node.recorded_end)) is not None:
             raise RegistryError(problem)  # and is left as it is, so that no ledger is removed (`collecting`)
         with self._node.lock:
             end = self._node.journal.end
-        if end == self._node.recorded_end:
+        if end == self._node.recorded_end and not is_stop:
             return
-        value = replace(record, journal_end=end).dump()
+        value = replace(record, journal_end=end, stopped_at=end if is_stop else None).dump()
         try:
             self._registry.commit(expect={node_key(self._node.id): version}, put={node_key(self._node.id): value})
         except Conflict:
+            if is_stop:
+                raise
             return  # somebody has changed the record; the next round reads it again
-        self._node.recorded_end = end
+        self._node.recorded_end, self._is_recorded = end, is_stop
 
 
 def older_registry(record: NodeRecord, starts: int, recorded_end: int) -> str | None:
@@ -170,7 +192,8 @@ def older_registry(record: NodeRecord, starts: int, recorded_end: int) -> str | 
 
 def _differs(now: Load, shown: Load) -> bool:
     """Whether the load has changed enough to be written."""
-    if now.refuses != shown.refuses or now.ledgers != shown.ledgers:
+    exact = ("refuses", "ledgers", "doubts", "damaged", "is_unchecked", "cleared")
+    if any(getattr(now, name) != getattr(shown, name) for name in exact):
         return True
     return any(
         abs(a - b) > CHANGE * max(b, 1 << 20) for a, b in ((now.bytes, shown.bytes), (now.free_bytes, shown.free_bytes))

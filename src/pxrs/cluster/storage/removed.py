@@ -1,19 +1,25 @@
-"""The list of the parts of a journal that the node has removed, because it no longer needed any record in them.
+"""The lists of the parts of a journal that hold no records: one of those that the node has removed, because it no
+longer needed any record in them, and one of those that were found damaged when the node started.
 
-Without this list, a segment that was deleted by mistake or lost by the file system could not be distinguished from one
-that the node has removed. The list is one file beside the segments. It is replaced and synced before a segment is
-unlinked. Adjacent ranges are merged, so the list stays short.
+Without the first list, a segment that was deleted by mistake or lost by the file system could not be distinguished
+from one that the node has removed. It is replaced and synced before a segment is unlinked. Adjacent ranges are merged,
+so the list stays short.
+
+A damaged range is added to the second list after the doubt about what it held was journaled (C7), so that the next
+start does not take it for new damage. The damaged bytes stay in their segment until every entry that the node lacks has
+its copies again; then the segment is compacted and unlinked, and the range leaves the list.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from pxrs import disk
 
 FILE: Final = "removed"
+LOST: Final = "lost"
 Ranges = list[tuple[int, int]]
 """Half-open ranges of positions in the journal, in rising order and not adjacent."""
 
@@ -28,20 +34,50 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return found
 
 
+class Lost(NamedTuple):
+    """A damaged range of positions in the journal, half-open."""
+
+    begin: int
+    end: int
+    is_torn: bool
+    """Whether it may be the rest of a write that a power loss has cut off. If not, the disk or the file system has
+    damaged it."""
+
+
 def read(folder: str) -> Ranges | None:
     """The removed ranges; None if the file is damaged."""
-    try:
-        text = disk.read_with_checksum(f"{folder}/{FILE}")
-    except FileNotFoundError:
-        return []
-    except UnicodeDecodeError:
-        return None
-    return None if text is None else [(begin, end) for begin, end in json.loads(text)]
+    found = _read(f"{folder}/{FILE}")
+    return None if found is None else [(begin, end) for begin, end in found]
 
 
 def write(folder: str, ranges: Ranges) -> None:
     """Replace the list durably. Raises OSError."""
-    disk.replace_file(f"{folder}/{FILE}", disk.with_checksum(json.dumps(ranges)), is_durable=True)
+    _write(folder, FILE, ranges)
+
+
+def read_lost(folder: str) -> list[Lost] | None:
+    """The damaged ranges, in rising order; None if the file is damaged."""
+    found = _read(f"{folder}/{LOST}")
+    return None if found is None else [Lost(*each) for each in found]
+
+
+def write_lost(folder: str, ranges: Iterable[Lost]) -> None:
+    """Replace the list of damaged ranges durably. Raises OSError."""
+    _write(folder, LOST, sorted(ranges))
+
+
+def _read(path: str) -> list[Any] | None:
+    try:
+        text = disk.read_with_checksum(path)
+    except FileNotFoundError:
+        return []
+    except UnicodeDecodeError:
+        return None
+    return None if text is None else list(json.loads(text))
+
+
+def _write(folder: str, name: str, ranges: object) -> None:
+    disk.replace_file(f"{folder}/{name}", disk.with_checksum(json.dumps(ranges)), is_durable=True)
     disk.sync_folder(folder)
 
 

@@ -2,9 +2,10 @@
 
 Start: bind the port, decide the identity of the directory and open the journal, serve, and only then register the node
 as alive. Each step that needs the registry waits for it (`StartWait`). Stop: end the registration first, so that
-brokers choose other nodes; then end the calls; then close the journal, which syncs what was accepted; then unlock the
-directory. A node that has started read-only, because its disk is full, is stopped and started again within the process
-once there is room; the port stays open.
+brokers choose other nodes; then end the calls; then close the journal, which syncs what was accepted; then record the
+end of the journal in the registry, by which the next start is proven (C9); then unlock the directory. A node that has
+started read-only, because its disk is full, is stopped and started again within the process once there is room; the
+port stays open.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pxrs.cluster.storage.collecting import Collector
 from pxrs.cluster.storage.identity import FULL, Started, start
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
 from pxrs.cluster.storage.registration import Registration
+from pxrs.cluster.storage.scrub import Scrubber
 from pxrs.cluster.storage.service import Standing, StorageService
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import CannotListen, LogError, PxrsError, RegistryError
@@ -71,6 +73,8 @@ class StorageSettings:
     limits: StorageLimits = field(default_factory=StorageLimits)
     auth: str | None = None
     """The path of the tokens file; None permits everything to everybody."""
+    marks: Path | None = None
+    """The folder of the node's mark (`mark`): in memory that a process outlives and the machine does not."""
     credentials: Any = None
     """The result of `grpc.ssl_server_credentials`; None for a port without TLS."""
 
@@ -94,6 +98,7 @@ class StorageServer:
         self._service: StorageService | None = None
         self._registration: Registration | None = None
         self._collector: Collector | None = None
+        self._scrubber: Scrubber | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._awaiting_room: asyncio.Task[None] | None = None
         self._is_stopping = asyncio.Event()
@@ -131,7 +136,9 @@ class StorageServer:
         self.is_serving = False
         settings, limits = self._settings, self._settings.limits
         kept = NodeSettings(limits.segment_bytes, limits.free_bytes_min)
-        begin = functools.partial(start, settings.directory, self._registry, self.address, kept, wait=self._wait)
+        begin = functools.partial(
+            start, settings.directory, self._registry, self.address, kept, wait=self._wait, marks=settings.marks
+        )
         started = self._started = await asyncio.to_thread(begin)
         gate = Gate(settings.auth, HubNames(lambda: (), self._registry.get))
         self._collector = Collector(self._registry, started.node, started.cluster, started.starts, limits)
@@ -150,6 +157,8 @@ class StorageServer:
         await asyncio.to_thread(self._registration.start)
         if not started.is_read_only:  # garbage cannot be removed without a record of that
             self._collector.start()
+            self._scrubber = Scrubber(started.node, settings.directory, limits.scrub_bytes_s, limits.scrub_round_s)
+            self._scrubber.start()
         self.is_serving = True
 
     async def _await_room(self) -> None:
@@ -254,6 +263,8 @@ class StorageServer:
 
     async def _leave(self) -> None:
         """End the registration and the calls of the present node."""
+        if self._scrubber is not None:
+            await asyncio.to_thread(self._scrubber.close)
         if self._collector is not None:
             await asyncio.to_thread(self._collector.close)
         if self._registration is not None:
@@ -266,11 +277,15 @@ class StorageServer:
                 await asyncio.sleep(_LOOK_S)
 
     def _close(self) -> None:
-        """Close the present node and unlock its directory."""
+        """Close the present node, record that it has stopped, and unlock its directory."""
         if self._service is not None:
             self._service.pool.shutdown()
         if self._started is not None:
             self._started.node.close()
+            if self._registration is not None and not self._started.is_read_only:
+                self._registration.record_stop()
+            if self._started.mark is not None:
+                self._started.mark.close()
             self._started.directory.close()
 
 

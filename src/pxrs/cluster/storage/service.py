@@ -92,6 +92,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             messages.FENCE: self._fence,
             messages.INDEX: self._index,
             messages.LEDGERS: self._ledgers,
+            messages.LACKING: self._lacking,
             messages.COLLECT: self._collect_now,
         }
 
@@ -185,11 +186,21 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
             [place.entry, place.offset, place.rows, place.size, place.last_timestamp, place.stored_at]
             for place in found.places
         ]
-        return {"entries": entries, "lac": found.lac, "fenced": found.fence or None, "more": found.has_more}
+        return {
+            "entries": entries,
+            "lac": found.lac,
+            "fenced": found.fence or None,
+            "more": found.has_more,
+        }
 
     def _ledgers(self, given: Given) -> Result:
         after, limit = given.text("after"), min(max(given.whole("limit"), 1), INDEX_MAX)
         found = [ledger for ledger, _ in self._node.ledgers() if ledger > after]
+        return {"ledgers": found[:limit], "more": len(found) > limit}
+
+    def _lacking(self, given: Given) -> Result:
+        after, limit = given.text("after"), min(max(given.whole("limit"), 1), INDEX_MAX)
+        found = [ledger for ledger in self._node.lacking() if ledger > after]
         return {"ledgers": found[:limit], "more": len(found) > limit}
 
     def _collect_now(self, given: Given) -> Result:
@@ -301,7 +312,7 @@ def _message(found: Found) -> bytes:
     if found.error is not None:
         return messages.data({"entry": found.entry, "error": wire.error_to_dict(found.error)})
     if found.head is None:
-        return messages.data({"entry": found.entry, "missing": True})
+        return messages.data({"entry": found.entry, "unknown" if found.is_unknown else "missing": True})
     return messages.data({"entry": found.entry, "head": list(found.head)}, (found.body,))
 
 

@@ -32,6 +32,10 @@ class StorageLimits:
     """Interval between two rounds of garbage collection and compaction."""
     compact_below: float = 0.5
     """A segment is compacted when less than this fraction of it is still needed."""
+    scrub_bytes_s: int = 10_000_000
+    """How many bytes of its sealed segments a node reads a second at most, to find damage. 0: none."""
+    scrub_round_s: float = 3600.0
+    """How long reading all sealed segments takes at least: a small journal is not read all the time."""
     alive_s: float = 3.0
     """Interval at which the node writes a changed load to the registry."""
     lease_s: float = 10.0

@@ -68,7 +68,9 @@ class RemoteLog(Log):
                     {"settings": wire.topic_to_dict(topic)},
                     max(0.0, until - time.monotonic()),
                 )
-                return self._handle(wire.topic_of(found["topic"]))
+                made = self._handle(wire.topic_of(found["topic"]))
+                made.warnings = tuple(map(str, found.get("warnings", ())))  # servers before 0.2 tell none
+                return made
             except TopicExists:
                 # If an earlier try was sent, this may be the topic that it has made: the id says so.
                 if was_sent and (there := self._find(topic.name)) is not None and there.id == topic.id:

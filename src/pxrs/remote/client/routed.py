@@ -246,6 +246,7 @@ class RoutedTopic(TopicLog):
         told: set[int] = set()
         refused: dict[int, PxrsError] = {}
         """Partitions whose owner has refused the whole call, not told yet: if all are, the first error is raised."""
+        errors: dict[int, LogError] = {}
 
         telling = threading.Lock()
 
@@ -284,11 +285,13 @@ class RoutedTopic(TopicLog):
                     self._routes.forget(partition, log)
                 if not all(_may_work_elsewhere(each) for each in found):
                     done[partition] = found
+                elif isinstance(found[0], NotStored):
+                    errors[partition] = _late(found[0].error)
             tell_once({partition: found for partition, found in done.items() if partition not in refused})
             return dict.fromkeys(done)
 
         try:
-            missing = self._try_all(list(by_partition), store, PartitionMoved)
+            missing = self._try_all(list(by_partition), store, PartitionMoved, errors=errors)
         except Closed as error:  # by another thread, perhaps while servers are asked, which may store what was sent
             tell_others(MaybeStored(AppendUnknown(f"{self.name}: {error}; the batch may be stored")))
             return
@@ -298,8 +301,7 @@ class RoutedTopic(TopicLog):
             tell_others(NotStored(error))
             return
         for partition, late in missing.items():
-            failed = NotStored(AppendFailed(f"{self.name}/{partition}: {late}; nothing was stored"))
-            tell_once({partition: [failed] * len(by_partition[partition])})
+            tell_once({partition: [_not_stored(f"{self.name}/{partition}: ", late)] * len(by_partition[partition])})
         if refused and len(refused) == len(by_partition):
             raise next(iter(refused.values()))
         for partition, refusal in refused.items():
@@ -356,15 +358,17 @@ class RoutedTopic(TopicLog):
         partitions: list[int],
         ask: Callable[[TopicLog, list[int]], Mapping[int, None]],
         *moved: type[Exception],
+        errors: dict[int, LogError] | None = None,
     ) -> dict[int, LogError]:
         """Ask the owners until each partition is done, or the patience is over. Returns why the others are not done.
 
         ask: returns the partitions that are done. moved: errors of it after which other servers are asked. The limit of
-        this thread (`waiting.time_limit`) bounds the patience."""
+        this thread (`waiting.time_limit`) bounds the patience. errors: why each partition was not done when it was last
+        asked for, to which `ask` may add."""
         until = time.monotonic() + seconds_left(self._patience_s)
         pause_s = PAUSE_S_MIN
         left = partitions
-        errors: dict[int, LogError] = {}
+        errors = {} if errors is None else errors
         while True:
             done = self._ask_once(left, ask, moved, errors)
             left = [partition for partition in left if partition not in done]
@@ -471,6 +475,11 @@ class RoutedTopic(TopicLog):
 
 def _same(log: TopicLog) -> TopicLog:
     return log
+
+
+def _not_stored(place: str, why: LogError) -> NotStored:
+    """The outcome of a batch that no server has stored in time."""
+    return NotStored(AppendFailed(f"{place}{f'{why}'.removeprefix(place)}; nothing was stored"))
 
 
 def _may_work_elsewhere(outcome: Outcome) -> bool:

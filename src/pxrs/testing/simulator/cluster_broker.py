@@ -13,9 +13,21 @@ from typing import Any
 
 from pxrs.cluster.ledgers import EntryHead, Fragment, LedgerRecord
 from pxrs.cluster.records import NOBODY, OwnerRecord, owner_key, state_ledgers
-from pxrs.cluster.recovery import AddEntry, Closed, FenceNode, Measure, NeedSpares, ReadEntry, Recovery, Stopped
+from pxrs.cluster.recovery import (
+    MISSING,
+    UNKNOWN,
+    UNREADABLE,
+    AddEntry,
+    Closed,
+    FenceNode,
+    Measure,
+    NeedSpares,
+    ReadEntry,
+    Recovery,
+    Stopped,
+)
 from pxrs.cluster.replication import CLOSED, Change, Confirmed, LedgerWriter, Send, Stop
-from pxrs.cluster.storage.core import NodeCore
+from pxrs.cluster.storage.core import Entries, NodeCore
 from pxrs.errors import LedgerFenced, LedgerRemoved, SequenceGap, UnknownProducer
 from pxrs.log.batch import Origin
 from pxrs.log.producers import Incoming, Producers
@@ -70,6 +82,8 @@ class OwnedPartition:
         self.confirmed = -1
         self.bodies: dict[int, tuple[EntryHead, Any]] = {}
         self.waiting: dict[int, list[tuple[Batch, Answer]]] = {}
+        self.doubted: set[str] = set()
+        """The nodes that are known to be in doubt about the ledger that is written now."""
         self.offsets: dict[int, int] = {}
         """By offset: the entry of the ledger that is written now."""
 
@@ -108,6 +122,17 @@ class OwnedPartition:
 
     def tend(self, writer: LedgerWriter) -> None:
         rng = self.world.rng
+        for node in sorted(writer.record.named):
+            machine = self.world.machine_of(node)
+            state = machine.core.state(writer.record.id) if machine.is_up and machine.core.node == node else None
+            lacks = state is not None and (
+                state.is_in_doubt or any(ledger == writer.record.id for ledger, _ in machine.disk.unreadable)
+            )
+            if lacks and node not in self.doubted and rng.random() < 0.5:
+                self.doubted.add(node)
+                self.perform(writer.doubted(node))
+        if self.writer is not writer:
+            return
         if writer.is_degraded:
             self.perform(writer.offer(self.world.live_nodes()))
         late = writer.awaiting()
@@ -116,7 +141,7 @@ class OwnedPartition:
         if self.phase == "serving" and writer.confirmed + 1 < writer.next and rng.random() < 0.15:
             self.stop_writing()
             self.find()
-        elif self.phase == "serving" and (writer.should_roll or rng.random() < 0.1) and writer.next > 1:
+        elif self.phase == "serving" and (writer.should_roll or (rng.random() < 0.1 and writer.next > 1)):
             self.perform(writer.close())
 
     # Claim, find.
@@ -172,18 +197,19 @@ class OwnedPartition:
         for action in actions:
             match action:
                 case Change():
+                    self.world.ghost.proposes(recovery)
                     self.change(action, recovery, self.perform_recovery)
                 case FenceNode(node, number):
                     self.ask(node, partial(_fence, ledger, number), "fence")
                 case ReadEntry(node, entry, number):
-                    act = self.reading(ledger, entry, number)
+                    act = self.reading(node, ledger, entry, number)
                     self.ask(node, act, "read", entry)
                 case AddEntry(node, entry, head, _, lac, number):
                     self.ask(node, partial(_add, ledger, entry, head, lac, number), "add", entry)
                 case NeedSpares():
                     pass  # a tick offers them
-                case Measure():
-                    self.world.post(self.guard(lambda: self.perform_recovery(recovery.measured(0))))
+                case Measure(last):
+                    self.world.post(self.guard(lambda last=last: self.perform_recovery(recovery.measured(last, 0))))
                 case Closed():
                     self.enter("replaying")
                     self.replay()
@@ -192,14 +218,19 @@ class OwnedPartition:
                     self.enter("finding")
                     return
 
-    def reading(self, ledger: str, entry: int, number: int) -> Callable[[NodeCore], Any]:
+    def reading(self, node: str, ledger: str, entry: int, number: int) -> Callable[[NodeCore], Any]:
         def act(core: NodeCore) -> Any:
             outcome = core.read(ledger, entry, entry, number)
             if isinstance(outcome.reply, LedgerFenced):
                 return outcome
+            assert isinstance(outcome.reply, Entries)
             state = core.state(ledger)
-            head = state.index.heads[entry] if state is not None and entry in state.index else None  # type: ignore[attr-defined]
-            return outcome._replace(reply=head)  # type: ignore[arg-type]
+            found: Any = UNKNOWN if outcome.reply.is_in_doubt else MISSING
+            if state is not None and entry in state.index:
+                is_whole = (ledger, entry) not in self.world.machine_of(node).disk.unreadable
+                found = state.index.heads[entry] if is_whole else UNREADABLE  # type: ignore[attr-defined]
+            self.world.counts["unknown"] += found == UNKNOWN
+            return outcome._replace(reply=found)
 
         return act
 
@@ -211,12 +242,18 @@ class OwnedPartition:
             if isinstance(reply, LedgerFenced):
                 actions = recovery.refused()
             elif kind == "fence":
+                self.world.ghost.is_heard(recovery, reply.lac)
                 actions = recovery.fenced(node, reply.lac)
             elif kind == "add":
                 actions = recovery.acked(node, entry)
-            elif reply is None:
+            elif reply == MISSING:
                 actions = recovery.missing(node, entry)
+            elif reply == UNKNOWN:
+                actions = recovery.doubtful(node, entry)
+            elif reply == UNREADABLE:
+                actions = recovery.unreadable(node, entry)
             else:
+                self.world.ghost.is_found(recovery, entry)
                 actions = recovery.found(node, entry, reply, self.world.bodies[reply.checksum])
             self.perform_recovery(actions)
 
@@ -303,6 +340,7 @@ class OwnedPartition:
         self.enter("serving")
         self.bodies, self.waiting, self.offsets, self.confirmed = {}, {}, {}, -1
         self.writer = self.world.defects.writer(record, version)
+        self.doubted = set()
         self.add(self.producers.dump(), 0)
 
     # Write.
@@ -381,6 +419,7 @@ class OwnedPartition:
             self.is_fenced(writer, node, tenure)
         elif isinstance(reply, LedgerRemoved):
             self.world.counts["ledger removed"] += 1
+            self.world.ghost.refused.add((writer.record.id, node))
             self.perform(writer.failed(node, tenure, is_lasting=True))
         else:
             self.perform(writer.acked(node, tenure, entry))

@@ -8,14 +8,24 @@ that the processes believe.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.records import owner_key
+from pxrs.cluster.recovery import Recovery
 from pxrs.testing.simulator.cluster_schedule import ClusterSchedule
 from pxrs.testing.simulator.ghost import Violation
 
+if TYPE_CHECKING:
+    from pxrs.testing.simulator.cluster_machine import Disk
+
 Partition = tuple[str, int]
+
+
+class Beyond(Exception):
+    """More is damaged than the quorum allows, and something is lost: the schedule ends."""
+
+
 COUNTED = (
     *("confirmed", "told", "read", "recovered", "closed", "changed", "repaired", "removed"),
     *("copies checked", "shown again", "whole partitions checked"),
@@ -49,9 +59,46 @@ class ClusterGhost:
         """Told of every ledger that a recovery closes."""
         self.deleted: set[str] = set()
         self.counts = dict.fromkeys(COUNTED, 0)
+        self.refused: set[tuple[str, str]] = set()
+        """By ledger and node: the nodes that have told the ledger's writer that they may have lost entries."""
+        self._heard: dict[tuple[str, int], int] = {}
+        """By ledger and number of a recovery: the highest entry that a node has told it to be confirmed, before it has
+        proposed the close."""
+        self._found: dict[tuple[str, int], set[int]] = {}
+        """The same: the entries that nodes have returned to it."""
 
     def fail(self, rule: str, *what: object) -> None:
+        if self.world.is_beyond and not rule.startswith("C8"):
+            raise Beyond(rule)
         raise Violation(rule, " ".join(map(str, what)))
+
+    # What recoveries hear.
+
+    def is_heard(self, recovery: Recovery, lac: int) -> None:
+        """A node has told a recovery that this entry is confirmed."""
+        if recovery.stopped is None and not recovery.is_closing:
+            key = recovery.record.id, recovery.record.recovery
+            self._heard[key] = max(lac, self._heard.get(key, -1))
+
+    def is_found(self, recovery: Recovery, entry: int) -> None:
+        """A node has returned this entry to a recovery."""
+        if recovery.stopped is None and not recovery.is_closing and recovery.cursor >= 0:
+            key = recovery.record.id, recovery.record.recovery
+            self._found.setdefault(key, set()).add(entry)
+
+    def proposes(self, recovery: Recovery) -> None:
+        """A recovery changes the record. It may leave out an entry for which there are too few nodes."""
+        if recovery.left_out is not None:
+            self._found.pop((recovery.record.id, recovery.record.recovery), None)
+
+    def check_recovered(self, after: LedgerRecord) -> None:
+        key = after.id, after.recovery
+        if after.last is None or after.abandoned:
+            return
+        if after.last < self._heard.get(key, -1):
+            self.fail("C8 no end below what is confirmed", after.id, "ends at", after.last, "heard", self._heard[key])
+        if after.last + 1 in self._found.get(key, ()):
+            self.fail("C8 a copy wins", after.id, "ends at", after.last, "although the next entry was returned")
 
     # What is shown, and what is told.
 
@@ -116,7 +163,10 @@ class ClusterGhost:
         elif after.is_closed and after.last is not None:
             self.counts["recovered" if after.recovery else "closed"] += 1
             if after.recovery:
+                self.check_recovered(after)
                 self.on_recovered(after)
+            elif after.is_complete and any((after.id, node) in self.refused for node in after.named):
+                self.fail("C7 not complete after a doubt", after)
             self.lasts[after.id] = after.last
             if after.topic_id not in self.deleted and after.last < self.confirmed.get(after.id, -1):
                 self.fail("P5 acknowledged entries survive", after.id, "ends at", after.last)
@@ -145,13 +195,18 @@ class ClusterGhost:
         be lost is the schedule's business."""
         self.counts["copies checked"] += 1
         nodes = [node for _, node in record.nodes_of(entry) if node is not None]
-        count = sum(node in self.world.lost_nodes or self.is_on_disk(node, record.id, entry) for node in nodes)
+        count = sum(
+            node in self.world.lost_nodes
+            or (record.id, entry) in self.world.machine_of(node).hurt
+            or self.is_on_disk(node, record.id, entry)
+            for node in nodes
+        )
         if count < record.quorum.ack_quorum:
             self.fail(rule, "entry", entry, "of", record.id, "is on the disks of", count, "of", nodes)
 
     def is_on_disk(self, node: str, ledger: str, entry: int) -> bool:
-        disk = self.world.machine_of(node).disk
-        return disk.node == node and entry in disk.durable.get(ledger, ())
+        disk: Disk = self.world.machine_of(node).disk
+        return disk.node == node and disk.has(ledger, entry)
 
     # The end.
 

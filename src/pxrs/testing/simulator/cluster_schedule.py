@@ -25,7 +25,7 @@ from pxrs.cluster.records import LEDGERS, ledgers_prefix
 from pxrs.cluster.recovery import Recovery
 from pxrs.cluster.replication import LedgerWriter
 from pxrs.cluster.storage.core import NodeCore
-from pxrs.testing.simulator.cluster_themes import THEMES
+from pxrs.testing.simulator.cluster_themes import THEMES, Theme
 
 Event = Callable[[], None]
 ABSENT: Final = 0
@@ -42,6 +42,15 @@ class Stall(NamedTuple):
 
 
 NO_STALL: Final = Stall(())
+
+
+class Hold(NamedTuple):
+    """A stall beside the one of the theme, by a trap."""
+
+    stall: Stall
+    until: int
+    """The step at which what it holds arrives."""
+    events: list[Event]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +123,14 @@ class ClusterSchedule:
     """The `cluster_ghost.ClusterGhost` of the schedule. Its module, and those of machines and brokers, import this one,
     so that their types cannot be named here."""
 
-    def __init__(self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, trace: int = 0) -> None:
+    def __init__(
+        self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, theme: Theme | None = None, trace: int = 0
+    ) -> None:
+        """theme: instead of the one that the seed chooses."""
         self.seed, self.defects = seed, defects
         self.rng = rng = random.Random(f"cluster {seed}")
-        self.theme = theme = rng.choice(THEMES)
+        chosen = rng.choice(THEMES)
+        self.theme = theme = theme or chosen
         self.quorum = rng.choice(theme.quorums)
         self.lost, self.early = rng.choice(theme.lost), rng.choice(theme.early)
         self.doubled = rng.choice((0.0, 0.05))
@@ -128,6 +141,7 @@ class ClusterSchedule:
         self.stall, self.stall_until = NO_STALL, 0
         self.stalled: list[Event] = []
         """What the stall holds."""
+        self.holds: list[Hold] = []
         self.registry = SimulatedRegistry()
         self.machines: list[Any] = []
         self.homes: dict[str, Any] = {}
@@ -147,6 +161,9 @@ class ClusterSchedule:
         """Nodes whose copies are to be moved elsewhere."""
         self.counts: Counter[str] = Counter()
         """How often each kind of fault has happened."""
+        self.is_beyond = theme.beyond > 0 and rng.random() < theme.beyond
+        """Whether more copies may be damaged than the quorum allows. Entries may be lost then; a few rules hold even
+        so."""
         self.is_calm = False
         self.steps = 0
         self.names = 0
@@ -170,7 +187,10 @@ class ClusterSchedule:
 
     def delay(self, event: Event, kind: str = "", sender: object = None, address: int | None = None) -> None:
         """An event that may take long, or be held by a stall."""
-        if kind in self.stall.kinds and self._is_stalled(sender, address):
+        held = next((hold for hold in self.holds if _is_held(hold.stall, kind, sender, address)), None)
+        if held is not None:
+            held.events.append(event)
+        elif _is_held(self.stall, kind, sender, address):
             self.stalled.append(event)
             self.counts["stalled"] += 1
         elif not self.is_calm and (
@@ -180,9 +200,15 @@ class ClusterSchedule:
         else:
             self.waiting.append(event)
 
-    def _is_stalled(self, sender: object, address: int | None) -> bool:
-        stall = self.stall
-        return stall.sender in (None, sender) and stall.address in (None, address)
+    def hold(self, stall: Stall, steps: int) -> None:
+        """Hold these events for so many steps."""
+        self.holds.append(Hold(stall, self.steps + steps, []))
+
+    def end_holds(self, step: int) -> None:
+        """What was held up to this step arrives."""
+        for hold in [hold for hold in self.holds if hold.until <= step]:
+            self.holds.remove(hold)
+            self.waiting += hold.events
 
     def begin_stall(self, stall: Stall, steps: int) -> None:
         """End the last stall, and begin this one."""
@@ -313,17 +339,23 @@ class ClusterSchedule:
         if not self.is_calm:
             return lost if self.rng.random() < 0.3 else set()
         counts = [len(lost.intersection(fragment.nodes)) for fragment in record.fragments]
-        # Once a node of a write set is abandoned, a recovery hears all the others.
-        return lost if record.abandoned or max(counts) >= self.quorum.ack_quorum else set()
+        # Once a node of a write set is abandoned, a recovery hears all the others. A node in doubt cannot take the
+        # place of one that is lost: it does not know what it lacks (C8).
+        in_doubt = any(record.id in machine.core.doubts() for machine in self.machines)
+        return lost if record.abandoned or in_doubt or max(counts) >= self.quorum.ack_quorum else set()
 
     def read(self, record: LedgerRecord, entry: int, nodes: list[str] | None = None) -> Any:
         """The body of an entry, from whichever of its nodes serves it now; None if none does."""
         for node in nodes or [node for _, node in record.nodes_of(entry) if node is not None]:
             machine = self.machine_of(node)
             state = machine.core.state(record.id) if machine.is_up and machine.core.node == node else None
-            if state is not None and entry in state.index:
+            if state is not None and entry in state.index and (record.id, entry) not in machine.disk.unreadable:
                 return self.bodies[state.index.checksum(entry)]
         return None
+
+
+def _is_held(stall: Stall, kind: str, sender: object, address: int | None) -> bool:
+    return kind in stall.kinds and stall.sender in (None, sender) and stall.address in (None, address)
 
 
 def ledger_key(ledger: str) -> str:

@@ -12,32 +12,45 @@ No more disks are lost at a time than the quorum allows: of the nodes that a fra
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from pxrs.cluster.copies import needs_repair
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import OwnerRecord, owner_key
-from pxrs.testing.simulator.cluster_broker import SimulatedBroker
-from pxrs.testing.simulator.cluster_ghost import ClusterGhost, Partition
-from pxrs.testing.simulator.cluster_machine import Machine
+from pxrs.cluster.replication import LedgerWriter
+from pxrs.cluster.storage.core import FenceItem, StoreItem
+from pxrs.testing.simulator.cluster_broker import OwnedPartition, SimulatedBroker
+from pxrs.testing.simulator.cluster_ghost import Beyond, ClusterGhost, Partition
+from pxrs.testing.simulator.cluster_machine import Disk, Machine
 from pxrs.testing.simulator.cluster_schedule import (
     NO_STALL,
     SOUND_CLUSTER,
     ClusterDefects,
     ClusterSchedule,
+    Event,
     Stall,
 )
 from pxrs.testing.simulator.cluster_tending import Deletion, Repairer, SimulatedProducer, SimulatedReader, trim
+from pxrs.testing.simulator.cluster_themes import Theme
 from pxrs.testing.simulator.ghost import Violation
 
 CALM_STEPS_MAX: Final = 20_000
 
 
 class ClusterSimulation(ClusterSchedule):
-    def __init__(self, seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350, trace: int = 0) -> None:
-        """`trace` is how many of the last events are kept, to be shown."""
-        super().__init__(seed, defects, trace=trace)
-        self.steps_max = steps
+    def __init__(
+        self,
+        seed: int,
+        defects: ClusterDefects = SOUND_CLUSTER,
+        *,
+        steps: int | None = None,
+        theme: Theme | None = None,
+        trace: int = 0,
+    ) -> None:
+        """`trace` is how many of the last events are kept, to be shown. theme: instead of the seed's. steps: instead of
+        the theme's."""
+        super().__init__(seed, defects, theme=theme, trace=trace)
+        self.steps_max = self.theme.steps if steps is None else steps
         rng = self.rng
         self.ghost = ClusterGhost(self)
         self.registry.on_ledger = self.ghost.on_ledger
@@ -60,8 +73,16 @@ class ClusterSimulation(ClusterSchedule):
         self.on_append, self.on_garbage = self.may_end_lease, self.may_move_back
         self.ghost.on_recovered = self.may_move_away
         self.burst_rate, self.trap_rate = rng.choice(self.theme.burst), rng.choice(self.theme.trap)
+        self.harm_rate = rng.choice(self.theme.harm) if self.theme.harm != (0.0,) else 0.0
         self.tick_rate = rng.choice((0.1, 0.25))
         self.fault_rate = rng.choice(self.theme.fault)
+        self.traps: list[tuple[int, Event]] = []
+        """What a trap does, and at which step."""
+        self.copied: Any = None
+        """The copy of a disk that a trap has made: the machine, the ledger that was written, the copy, and what the
+        machine's `scan` has found."""
+        self.quiet_until = 0
+        """Until this step producers send nothing, so that what a trap does concerns the last entry."""
         self.trap_until = 0
         """Until this step no other lease ends in this way."""
         self.stopped: list[SimulatedBroker] = []
@@ -77,15 +98,27 @@ class ClusterSimulation(ClusterSchedule):
 
     def run(self) -> ClusterSimulation:
         """Raises Violation."""
+        try:
+            self._storm()
+            if not self.is_beyond:
+                self._come_to_rest()
+        except Beyond as beyond:
+            self.note("more is damaged than the quorum allows:", beyond)
+            self.counts["beyond"] += 1
+        return self
+
+    def _storm(self) -> None:
         ticks = self.theme.ticks
         while self.steps < self.steps_max:
             self.steps += 1
+            self.end_holds(self.steps)
+            for trap in [trap for trap in self.traps if trap[0] <= self.steps]:
+                self.traps.remove(trap)
+                trap[1]()
             if self.steps >= self.stall_until:
                 self.change_stall()
             if self.rng.random() < self.tick_rate or not self.happen():
                 self._tick(ticks[int(self.rng.random() * len(ticks))])
-        self._come_to_rest()
-        return self
 
     def _tick(self, kind: str) -> None:
         rng = self.rng
@@ -96,7 +129,7 @@ class ClusterSimulation(ClusterSchedule):
                 some = self.stopped if self.stopped and rng.random() < 0.1 else self.brokers
                 broker = some[int(rng.random() * len(some))]
                 broker.owned[self.partitions[int(rng.random() * len(self.partitions))]].tick()
-            case "producer":
+            case "producer" if self.steps >= self.quiet_until:
                 broker = brokers[int(rng.random() * len(brokers))]
                 # Several at once: their entries are under way at the same time.
                 senders = self.producers if rng.random() < self.burst_rate else [rng.choice(self.producers)]
@@ -155,6 +188,48 @@ class ClusterSimulation(ClusterSchedule):
                 self._add_machine()
             case "notice" if self.stopped and rng.random() < 0.3:
                 self.stopped.pop(0).die()
+            case "power all":
+                self.counts[kind] += 1
+                for machine in self.machines:
+                    machine.lose_power()
+            case "harm" | "cut" | "copy" | "rot" | "power" | "kill":
+                self.harm(self.machines[int(rng.random() * len(self.machines))], kind)
+
+    def harm(self, machine: Machine, kind: str) -> None:
+        """The disk of this machine loses something that was synced, if the quorum allows that."""
+        rng, journal = self.rng, machine.disk.journal
+        if kind in ("power", "kill"):
+            self.counts[kind] += 1
+            machine.lose_power() if kind == "power" else self._crash(machine)
+        elif machine.disk.cookie is None or not journal or machine.disk.node in self.lost_nodes:
+            return
+        elif kind == "copy":
+            copy, run = machine.disk.copy(), machine.run
+            machine.scanned = machine.scan() if machine.is_up else None
+            self.delay(partial(self._turn_back, machine, run, copy))
+        elif not self.may_lose(machine.disk.node):
+            return
+        elif kind == "rot":
+            entries = [(ledger, entry) for ledger, found in sorted(machine.disk.durable.items()) for entry in found]
+            if entries:
+                self.counts[kind] += 1
+                machine.rot(*rng.choice(entries))
+        else:
+            self.counts[kind] += 1
+            machine.lose_power() if rng.random() < 0.5 else self._crash(machine)
+            journal = machine.disk.journal
+            # The last items matter most: what they say is not known elsewhere yet.
+            count = 1 + int(rng.random() * min(3, len(journal)))
+            first = len(journal) - count if rng.random() < 0.7 else int(rng.random() * (len(journal) - count + 1))
+            machine.harm(range(first, first + count), is_cut=kind == "cut")
+
+    def _turn_back(self, machine: Machine, run: int, copy: Disk) -> None:
+        """A copy of the disk, made while the machine ran, takes the place of the disk."""
+        is_same = machine.run == run and copy.node == machine.disk.node
+        if is_same and not self.is_calm and self.may_lose(machine.disk.node):
+            self.counts["copy"] += 1
+            machine.lose_power() if self.rng.random() < 0.5 else self._crash(machine)
+            machine.turn_back(copy)
 
     def end_lease(self, broker: SimulatedBroker) -> None:
         """The broker does not notice it. Another one tries to take its partitions at once."""
@@ -175,7 +250,9 @@ class ClusterSimulation(ClusterSchedule):
     def may_lose(self, node: str) -> bool:
         """Whether every entry is safe without this disk. A new node may take part in what comes next at once, so its
         disk is safe to lose only as any other's."""
-        lost = self.lost_nodes | {node}
+        if self.is_beyond:
+            return True
+        lost = self.lost_nodes | {machine.disk.node for machine in self.machines if machine.is_hurt} | {node}
         for record, _ in self.registry.ledgers():
             for fragment in record.fragments:
                 # A node in `joining` may have its place by a commit that is under way.
@@ -188,6 +265,8 @@ class ClusterSimulation(ClusterSchedule):
         """Before an entry is sent: it may be that its messages are all late, and that the lease ends meanwhile."""
         if self.theme.has_laggards:
             self.laggard = self._address_in(record)
+        if self.harm_rate and not self.is_calm and self.steps >= self.trap_until and self.rng.random() < self.harm_rate:
+            self._set_trap(broker, record)
         if self.is_calm or self.steps < self.trap_until or self.rng.random() >= self.trap_rate:
             return
         if self.rng.random() < self.stall_rate:
@@ -198,6 +277,115 @@ class ClusterSimulation(ClusterSchedule):
             begin = partial(self.begin_stall, Stall(kinds, None, address), steps)
             begin() if self.rng.random() < 0.5 else self.post(begin)
         self.post(lambda: self.end_lease(broker))
+
+    # Over the limit: the kinds of traps share the machines and the moments.
+    def _set_trap(self, broker: SimulatedBroker, record: LedgerRecord) -> None:
+        """An entry of this ledger is about to be sent to the nodes. What damage can do then, step by step:
+
+        lost     the entry reaches A and B, and not C; A loses it; the broker's lease ends; B is late with its answers
+        moved    A has the entry and fails; another node takes its place from the next entry on; B gets the entry, which
+                 is now confirmed; then as above
+        turned   as `lost`, with an earlier copy of A's disk
+        begun    the copy was made before the ledger was begun
+        fence    the broker's lease ends while the entry is on its way; the recovery fences A and B, and not C; A loses
+                 the fence; then the entry reaches A and C
+        lac      B alone has an entry that says that an earlier one is confirmed, and tells it late; all lose that one
+        """
+        rng = self.rng
+        nodes = [node for node in record.fragments[-1].nodes if node is not None]
+        if len(nodes) < 3:
+            return
+        rng.shuffle(nodes)
+        a, b, c = (self.machine_of(node) for node in nodes[:3])
+        owned = broker.owned[record.topic_id, record.partition]
+        writer = owned.writer
+        kinds = ("lost", "turned", *["moved"] * 7, *["begun", "fence"] * 5, *["lac"] * 16 * self.is_beyond)
+        kind = rng.choice(kinds)
+        if self.copied is not None and self.copied[0] in (a, b, c) and self.copied[1] != record.id:
+            kind = "begun"
+        self.note("trap", kind, a.address, b.address, c.address)
+        self.counts[f"trap {kind}"] += 1
+        steps = rng.choice((12, 20, 30))
+        self.trap_until = self.quiet_until = self.steps + 3 * steps
+        if kind == "begun" and (self.copied is None or self.copied[0] not in (a, b, c) or self.copied[1] == record.id):
+            # The copy is made now, and used when the next ledger is written.
+            self.copied = a, record.id, a.disk.copy(), a.scan() if a.is_up else None
+            self.post(lambda: self._roll(owned, writer))
+            self.trap_until = self.quiet_until = 0
+            return
+        copy, scanned = a.disk.copy(), None
+        if kind == "begun" and self.copied is not None:
+            others = [each for each in (a, b, c) if each is not self.copied[0]]
+            a, _, copy, scanned = self.copied
+            b, c = others[:2]
+            self.copied = None
+        if kind == "fence":
+            self.hold(Stall(("add",), broker, b.address), 5 * steps)
+            self.hold(Stall(("add",), broker), 3 * steps)
+            self.hold(Stall(("fence", "read"), None, c.address), 4 * steps)
+            self.post(lambda: self.end_lease(broker))
+            self.traps.append((self.steps + 2 * steps, lambda: self._lose_fence(a, record.id)))
+            return
+        self.hold(Stall(("add",), None, c.address), 4 * steps)
+        if kind == "moved":
+            self.hold(Stall(("add",), None, b.address), steps)
+
+            def fail() -> None:
+                if owned.writer is writer and writer is not None:
+                    owned.perform(writer.offer(self.live_nodes()))
+                    position = writer.record.position_of(a.core.node, writer.next - 1)
+                    late = [each for each in writer.slots if each.node == a.core.node]
+                    if owned.writer is writer and position is not None and late:
+                        owned.fail(writer, a.core.node, late[0].tenure)
+
+            self.traps.append((self.steps + steps // 2, fail))
+
+        def spring() -> None:
+            if kind in ("turned", "begun"):
+                if self.may_lose(a.disk.node) and a.is_up and copy.node == a.disk.node:
+                    self._crash(a)
+                    a.turn_back(copy)
+                    a.scanned = scanned
+            elif kind != "lac":
+                self.harm(a, rng.choice(("harm", "harm", "cut")))
+            else:
+                for machine, kept in ((a, 0), (b, 1), (c, 0)):
+                    self._lose_entries(machine, record.id, kept)
+                self.hold(Stall(("fence",), None, b.address), 3 * steps)
+            self.hold(Stall(("read",), None, b.address), (4 if kind == "lac" else 3) * steps)
+            for machine in (a, b, c):
+                if not machine.is_up:
+                    machine.start()
+            if rng.random() < 0.3 and a.is_up:
+                self._crash(a)
+                a.start()
+            if rng.random() < 0.3:
+                a.settle(a.run)
+            self.end_lease(broker)
+
+        self.traps.append((self.steps + steps + 5 * (kind == "moved"), spring))
+
+    def _roll(self, owned: OwnedPartition, writer: LedgerWriter | None) -> None:
+        """The next ledger is begun."""
+        if writer is not None and owned.writer is writer:
+            owned.perform(writer.close())
+
+    def _lose_fence(self, machine: Machine, ledger: str) -> None:
+        """The disk loses the fences of a ledger."""
+        if self.may_lose(machine.disk.node) and machine.is_up:
+            self._crash(machine)
+            journal = machine.disk.journal
+            fences = [at for at, item in enumerate(journal) if isinstance(item, FenceItem) and item.ledger == ledger]
+            machine.harm(fences)
+            machine.start()
+
+    def _lose_entries(self, machine: Machine, ledger: str, kept: int) -> None:
+        """The disk loses the entries of a ledger except the last ones."""
+        if machine.is_up:
+            self._crash(machine)
+            journal = machine.disk.journal
+            entries = [at for at, item in enumerate(journal) if isinstance(item, StoreItem) and item.ledger == ledger]
+            machine.harm(entries[: len(entries) - kept])
 
     def _address_in(self, record: LedgerRecord) -> int | None:
         """Of one of the nodes to which entries are sent now."""
@@ -232,6 +420,8 @@ class ClusterSimulation(ClusterSchedule):
         for machine in self.machines:
             if not machine.is_up:
                 machine.start()
+        self.traps = []
+        self.end_holds(self.steps_max * 2)
         while len(self.machines) < self.quorum.ensemble:
             self._add_machine()
         self.rng.shuffle(self.held)
@@ -280,6 +470,9 @@ class ClusterSimulation(ClusterSchedule):
         records = self.registry.ledgers()
         if any(needs_repair(record, live) for record, _ in records):
             return False
+        if any(machine.is_hurt or machine.core.doubts() or machine.disk.is_unchecked for machine in self.machines):
+            # A ledger that is written stays in doubt until its broker has closed it, which it does.
+            return False
         for machine in self.machines:
             for ledger, _ in machine.core.ledgers():
                 record = next((each for each, _ in records if each.id == ledger), None)
@@ -300,10 +493,13 @@ class ClusterSimulation(ClusterSchedule):
         return any(broker.owned[partition].phase == "serving" for broker in self.brokers)
 
 
-def simulate_cluster(seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int = 350) -> ClusterSimulation:
+def simulate_cluster(
+    seed: int, defects: ClusterDefects = SOUND_CLUSTER, *, steps: int | None = None, theme: Theme | None = None
+) -> ClusterSimulation:
     """Run one schedule. A Violation says how to replay it."""
     try:
-        return ClusterSimulation(seed, defects, steps=steps).run()
+        return ClusterSimulation(seed, defects, steps=steps, theme=theme).run()
     except Violation as violation:
-        violation.add_note(f"SEED={seed}  replay: ClusterSimulation({seed}, trace=100_000).run()")
+        named = "" if theme is None else f"theme={theme.name.upper()}, "
+        violation.add_note(f"SEED={seed}  replay: ClusterSimulation({seed}, {named}trace=100_000).run()")
         raise

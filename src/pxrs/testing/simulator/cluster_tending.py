@@ -142,12 +142,17 @@ class Repairer:
                         self.guard(lambda: self.perform(repair.unknown())),
                     )
                 case ListEntries(node):
-                    on_reply = self.guard(lambda reply, node=node: self.perform(repair.listed(node, reply.entries)))
+                    on_reply = self.guard(lambda reply, node=node: self.perform(self.listed(repair, node, reply)))
                     self.world.request(node, partial(_index, record.id), on_reply, self.fail(repair, node), "index")
                 case CopyEntry():
                     self.world.post(self.guard(self.copy, repair, action))
                 case Repaired() | Ended():
                     self.world.note("repair ends", action)
+
+    def listed(self, repair: Repair, node: str, reply: Any) -> Sequence[Any]:
+        """A node does not list entries that it cannot read."""
+        unreadable = self.world.machine_of(node).disk.unreadable
+        return repair.listed(node, [entry for entry in reply.entries if (repair.record.id, entry) not in unreadable])
 
     def is_changed(self, repair: Repair, version: int | None) -> None:
         self.perform(repair.conflicted() if version is None else repair.committed(version))
@@ -161,7 +166,7 @@ class Repairer:
         for node in sources:
             machine = self.world.machine_of(node)
             state = machine.core.state(record.id) if machine.is_up and machine.core.node == node else None
-            if state is not None and entry in state.index:
+            if state is not None and entry in state.index and (record.id, entry) not in machine.disk.unreadable:
                 head = state.index.heads[entry]
                 act = partial(_add, record.id, entry, head, recovery)
                 on_reply = self.guard(self.is_added, repair, target, entry)

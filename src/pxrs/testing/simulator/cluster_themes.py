@@ -7,6 +7,7 @@ little of everything hardly ever has them. So each seed has a theme, which makes
     late       a broker's lease ends while entries are on their way; they arrive after the recovery, or during it
     pipelined  many entries are under way at once, acknowledged out of order; nodes fail and are replaced meanwhile
     moved      copies of closed ledgers are moved from node to node, and garbage is removed, while brokers change
+    damaged    disks lose what they had synced, or turn back to an older state; machines lose their power (C7, C8, C9)
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ class Theme:
     spread: tuple[int, ...] = (1, 3, 8, 30)
     """Among how many of the oldest events the next one is chosen."""
     producers: tuple[int, ...] = (2, 3, 5)
+    steps: int = 350
+    """How long the storm lasts."""
+    beyond: float = 0.0
+    """In how many seeds more copies are damaged than the quorum allows."""
+    harm: Rates = (0.0,)
+    """How often the disk of a node is damaged while an entry is on its way, and the broker's lease ends."""
     machines: tuple[int, ...] = (-1, 0, 1, 1, 1, 2)
     """How many more there are than the ensemble has positions. Fewer: positions are empty until another one comes."""
 
@@ -132,4 +139,25 @@ MOVED: Final = replace(
     timeout=0.05,
     machines=(1, 2),
 )
-THEMES: Final = (MIXED, MIXED, LATE, LATE, PIPELINED, MOVED)
+DAMAGED: Final = replace(
+    MIXED,
+    name="damaged",
+    quorums=(Quorum(3, 3, 2), Quorum(3, 3, 2), Quorum(3, 3, 2), Quorum(4, 3, 2), Quorum(5, 3, 2), Quorum(4, 4, 3)),
+    ticks=(*MIXED.ticks, "garbage", "repair"),
+    faults=(
+        *("harm", "harm", "harm", "cut", "copy", "copy", "rot", "power", "power all", "kill", "kill"),
+        *("lease", "lease", "broker", "crash", "disk", "notice"),
+    ),
+    stalls=(("add",), ("read",), ("read",), ("fence",), ("read", "fence"), ("answer",), ("sync",)),
+    lost=(0.0, 0.03),
+    early=(0.0,),
+    slow=(0.0, 0.1),
+    trap=(0.0, 0.1),
+    harm=(0.5, 1.0),
+    steps=850,
+    fault=(0.05, 0.3),
+    timeout=0.02,
+    beyond=0.25,
+    machines=(0, 0, 1, 1, 2),
+)
+THEMES: Final = (MIXED, MIXED, LATE, LATE, PIPELINED, MOVED, DAMAGED, DAMAGED)

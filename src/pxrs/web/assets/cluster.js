@@ -14,11 +14,12 @@ export function render(state) {
       tile("storage nodes", `${count(alive.length)} of ${count(found.nodes.length)}`, alive.length < found.nodes.length ? "warn" : ""),
       tile("partitions", count(found.partitions_total)),
       tile("without owner", count(found.without_owner), found.without_owner ? "bad" : ""),
+      tile("not served", count(found.unserved), found.unserved ? "bad" : ""),
       tile("ledgers", count(found.ledgers_total)),
       tile("lacking copies", count(found.lacking), found.lacking ? "bad" : "")),
     card("Needs attention", found.attention.length
       ? h("ul", { class: "attention" }, found.attention.map((each) => h("li", { class: each.level }, h("span", null, each.text))))
-      : h("p", { class: "body quiet" }, "Every partition has an owner, and every entry has all its copies.")),
+      : h("p", { class: "body quiet" }, "Every partition has an owner and is served, and every entry has all its copies.")),
     h("div", { class: "columns" }, card("Brokers", brokers(found)), card("Storage nodes", nodes(found))),
     card("Map of copies", map(found), h("span", { class: "quiet" }, "● whole  ◐ to be checked  ◔ being copied  ◌ retired  ✕ away  – none")),
     card("Partitions", partitions(found)),
@@ -34,7 +35,9 @@ const brokers = (found) => table("Brokers", [
 function condition(row) {
   if (row.is_retired) return row.ledgers ? pill("retired, being emptied", "warn") : pill("retired, may be stopped", "good");
   if (!row.is_alive) return pill("away", row.ledgers ? "bad" : "");
-  return row.refuses ? [pill("takes no entries", "bad"), " ", row.refuses] : pill("in use", "good");
+  if (row.refuses) return [pill("takes no entries", "bad"), " ", row.refuses];
+  if (row.damaged) return [pill("damaged", "bad"), ` ${count(row.damaged)} entries`];
+  return row.doubts ? [pill("in doubt", "bad"), ` ${count(row.doubts)} ledgers`] : pill("in use", "good");
 }
 
 const nodes = (found) => table("Storage nodes", [
@@ -59,9 +62,14 @@ function map(found) {
   ], found.ledgers.map((row) => ({ ...row, key: row.id })), "There is no ledger yet.", false, found.ledgers_total);
 }
 
+function owner(row) {
+  if (!row.owner) return pill("nobody", "bad");
+  return row.unserved === null ? row.owner : [row.owner, " ", pill("not served", "bad"), " ", row.unserved];
+}
+
 const partitions = (found) => table("Partitions", [
   ["partition", false, (row) => [link("topics", row.topic), `/${row.partition}`]],
-  ["owner", false, (row) => (row.owner ? row.owner : pill("nobody", "bad"))], ["epoch", true, (row) => count(row.epoch)],
+  ["owner", false, owner], ["epoch", true, (row) => count(row.epoch)],
   ["first offset", true, (row) => count(row.start)], ["ledgers", true, (row) => count(row.ledgers)],
   ["closed", true, (row) => bytes(row.size)], ["lacking copies", true, (row) => (row.lacking ? pill(count(row.lacking), "bad") : "0")],
 ], found.partitions.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` })), "There is no topic yet.", false, found.partitions_total);

@@ -1,0 +1,427 @@
+"""C7, C9: a storage node that cannot be certain what its disk has lost says so, until it knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pxrs import registry as registries
+from pxrs.cluster import records
+from pxrs.cluster.ledgers import Fragment, Joining, LedgerRecord, Quorum
+from pxrs.cluster.records import NodeRecord, OwnerRecord, node_key, owner_key
+from pxrs.cluster.storage import mark
+from pxrs.cluster.storage.collecting import Collector
+from pxrs.cluster.storage.core import Mark, proven_end
+from pxrs.cluster.storage.format import Kind, Record, decode, encode, seed_of
+from pxrs.cluster.storage.identity import Started, start
+from pxrs.cluster.storage.mark import MarkFile
+from pxrs.cluster.storage.node import NodeSettings, StorageNode
+from pxrs.cluster.storage.registration import Registration
+from pxrs.cluster.storage.settings import StorageLimits
+from pxrs.errors import LedgerRemoved, RegistryUnavailable
+from pxrs.registry.contract import Registry
+from tests.unit.cluster.stored import TOPIC, add, entry, fast_folder, stored
+
+SEGMENT_BYTES = 600
+ADDRESS = "127.0.0.1:1"
+GOLDEN = Path(__file__).parents[2] / "golden" / "storage-node-1"
+DOUBT = (
+    "50584a5201052400000000000100000000100000000000000000000000000000ffffffffffffffffffffffffffffffff"
+    "00000000000000000000000000000000000000000000000000000000000000000000000000000000869b0851e3f7bc0c"
+    "35353535353535353535353535353535353535353535353535353535353535352f302f3300000000"
+)
+"""The record of a doubt in the journal (docs/cluster-format.md)."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with fast_folder() as found:
+        yield found
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    with registries.open("memory:") as found:
+        yield found
+
+
+@contextmanager
+def started(folder: Path, registry: Registry, *, segment_bytes: int = 1 << 20) -> Iterator[Started]:
+    """The node of this folder, whose process ends without a word at the end of the block."""
+    settings = NodeSettings(free_bytes_min=1, segment_bytes=segment_bytes)
+    (folder / "marks").mkdir(exist_ok=True)
+    found = start(folder / "node", registry, ADDRESS, settings, marks=folder / "marks")
+    try:
+        yield found
+    finally:
+        found.node.close()
+        if found.mark is not None:
+            found.mark.close()
+        found.directory.close()
+
+
+def lose_mark(folder: Path) -> None:
+    """As a reboot does."""
+    for path in (folder / "marks").iterdir():
+        path.unlink()
+
+
+def ledger(number: int, *nodes: str | None, partition: int = 0) -> LedgerRecord:
+    return LedgerRecord(TOPIC, partition, number, 1, Quorum(3, 3, 2), 0, (Fragment(0, (*nodes, "x", "y", "z")[:3]),))
+
+
+def put(registry: Registry, *found: LedgerRecord) -> None:
+    registry.commit(put={record.key: record.dump() for record in found})
+
+
+def record_of(registry: Registry, record: LedgerRecord) -> tuple[LedgerRecord, int]:
+    found = registry.get(record.key)
+    assert found is not None
+    return LedgerRecord.parse(found.key, found.value), found.version
+
+
+def node_record(registry: Registry, node: str) -> NodeRecord:
+    found = registry.get(node_key(node))
+    assert found is not None
+    return NodeRecord.parse(found.key, found.value)
+
+
+def collector(registry: Registry, found: Started) -> Collector:
+    return Collector(registry, found.node, found.cluster, found.starts, StorageLimits())
+
+
+def answers(node: StorageNode, of: LedgerRecord, last: int = 3) -> str:
+    """For each entry: whether the node has it, does not have it, does not know, or cannot read it."""
+    found = node.read(of.id, 0, last, 1 << 20, None, heads=False)
+    return "".join("+" if a.head else "?" if a.is_unknown else "!" if a.error else "-" for a in found)
+
+
+# Whether a start is proven.
+
+
+def test_c9_a_start_after_the_death_of_the_process_is_proven_and_one_after_a_reboot_is_in_doubt(
+    folder: Path, registry: Registry
+) -> None:
+    with started(folder, registry) as found:
+        assert found.node.is_proven, "an empty disk has lost nothing"
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id), entry(1, first.id)) == [None, None]
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert answers(found.node, first) == "++--"
+        assert add(found.node, entry(2, first.id)) == [None]
+    lose_mark(folder)
+    for _ in range(2):  # the doubt survives a restart that is proven itself
+        with started(folder, registry) as found:
+            assert answers(found.node, first) == "+++?"
+            assert isinstance(add(found.node, entry(3, first.id))[0], LedgerRemoved), "it may have lost a fence"
+            assert found.node.load.doubts == 1
+    assert found.node.is_proven
+
+
+def test_c9_a_start_after_a_stop_in_order_is_proven_on_any_machine(folder: Path, registry: Registry) -> None:
+    with started(folder, registry) as found:
+        assert add(found.node, entry(0, ledger(0).id)) == [None]
+        registration = Registration(registry, found.node, found.starts, ADDRESS, StorageLimits(), print)
+        registration.start()
+        registration.close()
+        assert node_record(registry, found.node.id).stopped_at is None, "it may still acknowledge something"
+        found.node.close()
+        registration.record_stop()
+        assert node_record(registry, found.node.id).stopped_at == found.node.journal.end
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert node_record(registry, found.node.id).stopped_at is None
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        assert not found.node.is_proven, "the recorded end was that of an earlier process"
+
+
+def test_c9_a_journal_that_is_shorter_than_the_mark_is_in_doubt(folder: Path, registry: Registry) -> None:
+    """Cut between two batches, or an earlier copy: nothing in the journal itself shows it."""
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+        shutil.copytree(folder / "node", folder / "copy")
+        assert add(found.node, entry(1, first.id)) == [None]
+    shutil.rmtree(folder / "node")
+    (folder / "copy").rename(folder / "node")
+    with started(folder, registry) as found:
+        assert not found.node.is_proven
+        assert answers(found.node, first) == "+???"
+
+
+@pytest.mark.parametrize("place", ["header", "body"])
+def test_c7_a_flipped_bit_in_the_last_batch_is_not_taken_for_a_write_that_was_cut_off(
+    folder: Path, registry: Registry, place: str
+) -> None:
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+        size = found.node.journal.end
+        assert add(found.node, entry(1, first.id), entry(2, first.id)) == [None, None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    data = bytearray(segment.read_bytes())
+    data[size + (20 if place == "header" else size - 10)] ^= 1
+    segment.write_bytes(data)
+    with started(folder, registry) as found:
+        # A body that cannot be read says nothing less about the journal; a header may have been anything.
+        assert found.node.is_proven == (place == "body")
+        assert answers(found.node, first) == ("+?+?" if place == "header" else "+!+-")
+        kept = (folder / "node" / "journal" / segment.name).read_bytes()
+        assert place == "body" or kept == bytes(data), "the damaged bytes are kept"
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert answers(found.node, first) == ("+?+?" if place == "header" else "+!+-")
+
+
+def test_c9_the_rest_of_a_write_that_was_cut_off_is_removed_where_the_mark_says_that_it_was_not_synced(
+    folder: Path, registry: Registry
+) -> None:
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    segment.write_bytes(segment.read_bytes() + segment.read_bytes()[:100])
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert answers(found.node, first) == "+---"
+
+
+def test_a_start_that_ends_before_its_doubt_is_durable_is_in_doubt_again(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+    lose_mark(folder)
+
+    def fail(*given: object) -> None:
+        raise RegistryUnavailable("the process is killed")
+
+    for step in ("begin_doubt", "_wait_for"):
+        with monkeypatch.context() as patch:
+            patch.setattr(StorageNode, step, fail)
+            with pytest.raises(RegistryUnavailable), started(folder, registry):
+                pass
+    with started(folder, registry) as found:
+        assert not found.node.is_proven
+        assert answers(found.node, first) == "+???"
+
+
+# The mark.
+
+
+def test_c9_a_mark_is_believed_on_the_same_boot_by_the_same_user_and_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MarkFile(folder, "n1")
+    assert file.read() is None
+    file.begin(("a" * 32, "b" * 32), 7)
+    file.move(900)
+    assert MarkFile(folder, "n1").read() == Mark(("a" * 32, "b" * 32), 900)
+    assert MarkFile(folder, "n2").read() is None
+    content = file.path.read_bytes()
+    for at in (0, 10, 60, 120, len(content) - 1):
+        file.path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert MarkFile(folder, "n1").read() is None
+    for other in (content[:-1], content + b"x", b""):
+        file.path.write_bytes(other)
+        assert MarkFile(folder, "n1").read() is None
+    file.path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert MarkFile(folder, "n1").read() is None, "somebody else has written it"
+    other_boot = folder / "boot"
+    other_boot.write_text("0" * 36)
+    monkeypatch.setattr(mark, "BOOT_ID", other_boot)
+    assert MarkFile(folder, "n1").read() is None, "the machine was booted since"
+    file.remove()
+    assert not file.path.exists()
+
+
+def test_a_mark_that_cannot_be_written_is_removed_and_no_link_is_followed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MarkFile(folder, "n1")
+    target = folder / "target"
+    target.write_text("precious")
+    file.path.symlink_to(target)
+    assert file.read() is None
+    file.begin(("a" * 32,), 5)
+    assert target.read_text() == "precious"
+    assert MarkFile(folder, "n1").read() == Mark(("a" * 32,), 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *given: 3)
+        file.move(6)
+    assert not file.path.exists(), "it would say less than was acknowledged"
+    file.move(7)
+    assert not file.path.exists()
+    MarkFile(folder / "nowhere", "n1").begin(("a" * 32,), 5)
+
+
+def test_c9_what_is_known_of_the_end_of_a_journal() -> None:
+    record = NodeRecord(ADDRESS, 3, start="s3")
+    assert proven_end(None, Mark(("s3",), 5)) is None
+    assert proven_end(record, None) is None
+    assert proven_end(record, Mark(("s3", "s2"), 5)) == 5
+    assert proven_end(record, Mark(("s4", "s3"), 5)) == 5, "the start s4 was not recorded"
+    assert proven_end(record, Mark(("s2", "s1"), 5)) is None, "another process was the node since"
+    assert proven_end(replace(record, start=""), Mark(("", "s2"), 5)) is None
+    assert proven_end(replace(record, stopped_at=9), Mark(("s3",), 5)) == 9
+
+
+# What is in doubt, and for how long.
+
+
+def test_c7_the_ledgers_in_doubt_are_the_unclosed_ones_that_name_the_node_anywhere(
+    folder: Path, registry: Registry
+) -> None:
+    with started(folder, registry) as found:
+        me = found.node.id
+    replaced = ledger(1, me, partition=1).with_node(5, 0, "spare")
+    joining = replace(ledger(2, partition=2), state=records.RECOVERING, recovery=1, joining=(Joining(me, 0, 0),))
+    closed = ledger(3, me, partition=3).closed(-1, 0, size=0, stored_at=0, is_complete=True)
+    others = ledger(4, partition=4)
+    put(registry, ledger(0, me), replaced, joining, closed, others)
+    registry.commit(put={owner_key(TOPIC, 5): OwnerRecord(1, next=8).dump(), owner_key(TOPIC, 6): OwnerRecord().dump()})
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        assert found.node.doubts() == [f"{TOPIC}/0/0", f"{TOPIC}/1/1", f"{TOPIC}/2/2"]
+        # Writers of every ledger that exists, or existed, are refused: a fence of it may be lost.
+        for partition, number in ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 7), (5, 3)):
+            assert isinstance(add(found.node, entry(0, f"{TOPIC}/{partition}/{number}"))[0], LedgerRemoved)
+        for partition, number in ((0, 1), (4, 5), (5, 8), (6, 0)):
+            assert add(found.node, entry(0, f"{TOPIC}/{partition}/{number}")) == [None]
+        # Recoveries and repairs are served.
+        assert found.node.fence(f"{TOPIC}/0/0", 2).last == -1
+        assert add(found.node, entry(0, f"{TOPIC}/0/0", recovery=2)) == [None]
+
+
+def test_c7_a_doubt_ends_when_the_ledger_is_closed_or_gone_and_not_before(folder: Path, registry: Registry) -> None:
+    with started(folder, registry) as found:
+        me = found.node.id
+        first, second, third = (ledger(0, me, partition=number) for number in range(3))
+        put(registry, first, second, third)
+        assert add(found.node, entry(0, first.id)) == [None]
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        put(registry, first.closed(1, 2, size=0, stored_at=0, is_complete=True))
+        registry.commit(delete=[second.key])
+        collector(registry, found).settle()
+        assert found.node.doubts() == [third.id]
+        assert answers(found.node, first, 1) == "+-"
+        closed, version = record_of(registry, first)
+        assert not closed.is_complete, "entry 1 is to be copied to it again"
+        assert found.node.cleared
+        assert add(found.node, entry(1, first.id, recovery=closed.recovery)) == [None]
+        collector(registry, found).settle()
+        assert record_of(registry, first)[1] == version
+    with started(folder, registry) as found:
+        collector(registry, found).settle()
+        assert found.node.doubts() == [third.id]
+        assert record_of(registry, first)[1] == version
+
+
+def test_c7_closed_ledgers_are_compared_after_a_start_in_doubt_also_by_the_next_process(
+    folder: Path, registry: Registry
+) -> None:
+    with started(folder, registry) as found:
+        me = found.node.id
+        whole, lacking, marked = (
+            ledger(number, me).closed(0, 1, size=0, stored_at=0, is_complete=number != 2) for number in range(3)
+        )
+        put(registry, whole, lacking, marked)
+        assert add(found.node, entry(0, whole.id)) == [None]
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        assert found.node.is_unchecked
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert found.node.is_unchecked, "the process before has not compared them"
+        before = record_of(registry, marked)[1]
+        collector(registry, found).settle()
+        assert record_of(registry, whole)[0].is_complete
+        assert not record_of(registry, lacking)[0].is_complete
+        assert record_of(registry, marked)[1] > before, "a repair that counts on its entry must not complete it"
+        assert not found.node.is_unchecked
+    with started(folder, registry) as found:
+        assert not found.node.is_unchecked
+
+
+def test_c7_a_damaged_node_takes_entries_again_when_it_lacks_nothing(folder: Path, registry: Registry) -> None:
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        me = found.node.id
+        first = ledger(0, me)
+        put(registry, first.closed(7, 8, size=0, stored_at=0, is_complete=True))
+        for number in range(8):
+            assert add(found.node, entry(number, first.id)) == [None]
+        assert found.node.fence(first.id, 4).last == 7
+    segments = sorted((folder / "node" / "journal").glob("*.log"))
+    data = bytearray(segments[0].read_bytes())
+    data[20] ^= 1
+    segments[0].write_bytes(data)
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        assert "the disk has damaged" in str(found.node.refuses)
+        assert found.node.load.damaged == 1
+        collecting = collector(registry, found)
+        collecting.settle()
+        assert not record_of(registry, first)[0].is_complete
+        assert collecting.collect().segments == 0
+        assert segments[0].exists(), "what is damaged is kept until the node lacks nothing"
+        assert add(found.node, entry(0, first.id, recovery=4)) == [None]
+        collecting.settle()
+        assert found.node.refuses is None
+        assert not segments[0].exists()
+        assert stored(found.node, first.id, 7) == [*range(8)]
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        assert found.node.is_proven
+        assert found.node.refuses is None
+        assert stored(found.node, first.id, 7) == [*range(8)]
+
+
+# What is stored.
+
+
+def test_a_directory_of_the_time_before_doubt_opens_and_is_in_doubt(folder: Path, registry: Registry) -> None:
+    """As tests/golden/storage-node-1/make.py has made it, with the code of that time."""
+    shutil.copytree(GOLDEN / "old", folder / "node")
+    told = json.loads((GOLDEN / "record.json").read_text())
+    registry.commit(
+        put={
+            records.CLUSTER_ID: json.dumps({"id": told["cluster"]}).encode(),
+            node_key(told["node"]): json.dumps(told["record"]).encode(),
+        }
+    )
+    first = ledger(0, told["node"])
+    put(registry, first)
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        assert found.node.id == told["node"]
+        assert not found.node.is_proven
+        assert answers(found.node, first, 7) == "+++++++?"
+        assert stored(found.node, f"{TOPIC}/1/0") == [0, 1, 2]
+        assert found.node.page(f"{TOPIC}/1/0", -1, 1).fence == 2
+        assert isinstance(add(found.node, entry(0, f"{TOPIC}/2/7"))[0], LedgerRemoved)
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        assert found.node.is_proven
+        assert answers(found.node, first, 7) == "+++++++?"
+
+
+def test_the_bytes_of_a_doubt_are_these() -> None:
+    record = Record(Kind.DOUBT, f"{TOPIC}/0/3")
+    found = encode(record, 4_096, 1, seed_of("node-1"))
+    assert found.hex() == DOUBT
+    assert decode(memoryview(found), 96, 4_000, seed_of("node-1"), "") == record._replace(position=4_096, follows=1)
