@@ -124,19 +124,29 @@ def let_a_zombie_try(place: Place, running: Callable[[], list[Process]], send: C
     def is_in_its_body(name: str) -> bool:
         return last_query(name).startswith("INSERT")  # not among the balances, whose rows it would keep locked
 
+    def delay(seconds: float) -> None:
+        """How long each further insertion takes at least."""
+        body = f"BEGIN PERFORM pg_sleep({seconds}); RETURN NULL; END"
+        place.run(f"CREATE OR REPLACE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ {body} $$")
+
     def is_all_done() -> bool:
         ends = [place.hub.topic("t").end(partition) for partition in range(PARTITIONS)]
         return [each.offset for each in place.checkpoints()] == ends
 
     chance = random.Random(seed)
     until = time.monotonic() + PATIENCE_S
+    # A body takes less than a millisecond on a fast machine: too short to be met.
+    delay(0.01)
+    place.run("CREATE TRIGGER slow BEFORE INSERT ON done FOR EACH STATEMENT EXECUTE FUNCTION wait()")
     while True:
         assert time.monotonic() < until, f"SEED={seed}: none was ever met in its body"
         for process in running():
             send()
-            time.sleep(chance.uniform(0.0, 0.2))  # on a busy machine, it takes a while until it handles these
+            # How long it takes until it handles these differs by a factor of a hundred between machines.
+            time.sleep(0.2 * 2 ** -chance.uniform(0.0, 8.0))
             process.stop()
             if is_in_its_body(process.name):
+                delay(0.0)  # others are to handle all that was sent
                 # A statement that it sent before it was stopped may still arrive, and lock rows of the balances.
                 eventually(
                     lambda name=process.name: is_all_done() or not is_in_its_body(name),  # type: ignore[misc]
@@ -147,4 +157,5 @@ def let_a_zombie_try(place: Place, running: Callable[[], list[Process]], send: C
                     process.wake()
                     eventually(lambda name=process.name: not last_query(name), PATIENCE_S, what=f"SEED={seed}")  # type: ignore[misc]
                     return
+                delay(0.01)
             process.wake()

@@ -216,9 +216,9 @@ def test_a_recovery_that_waits_is_told_as_one(
     found = status_when(cluster, lambda found: found.unserved)
     assert [each.kind for each in found.unserved] == [RECOVERY]
     with pxrs.open(cluster.url) as hub:  # it was served before, and has an end that a producer can look up
-        producer = hub.producer(partition.topic.topic.name, delivery_timeout=0.8)
+        producer = hub.producer(partition.topic.topic.name, delivery_timeout=3.0)
         with pytest.raises(AppendFailed, match="too few storage nodes answered its recovery"):
-            producer.send(b"a").result(10.0)
+            producer.send(b"a").result(20.0)
         with pytest.raises(PxrsError):
             producer.close()
     opened.error = None

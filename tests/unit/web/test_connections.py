@@ -84,7 +84,10 @@ def test_an_answer_that_nobody_reads_is_given_up(page: WebServer, monkeypatch: p
 def test_more_connections_than_the_limit_do_not_keep_others_out(page: WebServer) -> None:
     with ExitStack() as stack:
         held = [stack.enter_context(connect(page, HEAD)) for _ in range(connections.CONNECTIONS_MAX + 20)]
-        eventually(lambda: page.connection_count == connections.CONNECTIONS_MAX)
+        eventually(
+            lambda: page.connection_count == connections.CONNECTIONS_MAX,
+            what=lambda: f"{page.connection_count} connections",
+        )
         assert get(page, "/api/session")["is_open"]
         assert all(is_closed(each) for each in held[:20]), "those that have waited longest"
         assert page.connection_count <= connections.CONNECTIONS_MAX
