@@ -165,6 +165,10 @@ class _Lane:
         self.error = None
 
 
+_ANSWER_S: Final = 0.5
+"""A try with less time than that before its messages expire may end without the log's answer."""
+
+
 class Call:
     """One append, with the groups of some lanes."""
 
@@ -595,7 +599,9 @@ class Appender:
         failed: dict[int, BaseException],
     ) -> None:
         """After a try that ended with this error. Under the lock."""
-        lane.error = error
+        # A try that had no time left for an answer does not hide why the others have failed.
+        if lane.error is None or lane.expires_at - call.began > _ANSWER_S:
+            lane.error = error
         if self._may_rename(lane, error):
             lane.identity, lane.appends, lane.is_renamed = None, [], True
         elif isinstance(error, AppendFailed) and lane.tries < self._tries_max:

@@ -13,6 +13,7 @@ The fork server ends with the process that uses it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import multiprocessing
@@ -97,7 +98,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since, as `subprocess.Popen` has it
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -30,8 +30,9 @@ from pxrs.waiting import Callback, Cancel, Subscription
 PATIENCE_S: Final = 30.0
 WAITERS: Final = 200
 """How many threads wait on one source at once in the test of W6."""
-SPARE: Final = 8
-"""How many threads and descriptors a source may use for all of its waiters together."""
+SPARE: Final = 50
+"""How many threads and descriptors may be added meanwhile for other reasons: the pools of servers and brokers that run
+in the process of the test begin their threads when they are first needed. One for each waiter would be 200 more."""
 LATE_US: Final = 4_000_000_000_000_000
 """A time after that of every message, in the year 2096."""
 FAR: Final = 1_000_000
