@@ -174,7 +174,7 @@ class MemoryFeed(Feed):
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a broken source waits for does not come."""
     monkeypatch.setattr(source_contract, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(source_contract, "WAITERS", 20)
+    monkeypatch.setattr(source_contract, "WAITERS", 80)  # more than SPARE
 
 
 def run(kind: type[MemoryTopic], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
