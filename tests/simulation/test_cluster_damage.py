@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,6 +35,7 @@ from pxrs.testing.simulator.cluster_schedule import ClusterDefects
 from pxrs.testing.simulator.cluster_simulation import simulate_cluster
 from pxrs.testing.simulator.cluster_themes import DAMAGED
 from pxrs.testing.simulator.ghost import Violation
+from tests.simulation.test_cluster_mutations import Mutation, seeds_to_catch
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
 SEEDS = 3_000 if IS_SOAK else 400
@@ -158,14 +158,6 @@ class ClosesAsCompleteAfterDoubt(LedgerWriter):
         return actions
 
 
-@dataclass(frozen=True)
-class Mutation:
-    name: str
-    defects: ClusterDefects
-    first_seed: int = 0
-    """Where to begin, for a defect that few schedules reach."""
-
-
 MUTATIONS = [
     Mutation("doubt not journaled", ClusterDefects(machine=DoubtsInMemory), 40),
     Mutation("doubt without refusing writers", ClusterDefects(node=TakesWritersInDoubt), 25),
@@ -182,21 +174,9 @@ MUTATIONS = [
 ]
 
 
-def seeds_to_catch(mutation: Mutation) -> list[int] | None:
-    """The seeds that were tried, of which the last one has caught the defect."""
-    tried: list[int] = []
-    for seed in (*range(mutation.first_seed, SEEDS), *range(mutation.first_seed)):
-        tried.append(seed)
-        try:
-            simulate_cluster(seed, mutation.defects, theme=DAMAGED)
-        except Violation:
-            return tried
-    return None
-
-
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_defect_is_caught_and_the_sound_code_passes_the_same_seeds(mutation: Mutation) -> None:
-    tried = seeds_to_catch(mutation)
+    tried = seeds_to_catch(mutation, SEEDS, DAMAGED)
     assert tried is not None, f"not caught within {SEEDS} seeds"
     for seed in tried:
         simulate_cluster(seed, theme=DAMAGED)

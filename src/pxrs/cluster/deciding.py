@@ -212,9 +212,9 @@ def _open_loss(
     is_blocked, waits_for = False, set[str]()
     before, after = {*record.abandoned}, {*record.abandoned, *nodes}
     for kept, needed in _needed(record):
-        if _awaited(kept, needed, alive, before) or (
-            not {*record.abandoned}.intersection(kept) and _awaited(kept, needed, sure, before)
-        ):
+        # Of a write set with an abandoned node, an answer of a node in doubt is enough (`Recovery`).
+        counted = alive if before.intersection(kept) else sure
+        if _awaited(kept, needed, counted, before):
             is_blocked = True
             waits_for |= _awaited(kept, needed, alive, after)
     if not is_blocked:

@@ -235,7 +235,7 @@ class Recovery:
 
     def awaited(self) -> tuple[int | None, dict[str, str | None]]:
         """What the recovery waits for. None and the nodes that are not fenced; or the entry at the cursor, and what the
-        nodes of its write set have answered: None if a node has not."""
+        nodes of its write set have answered: None if a node has not; no nodes if it was returned, and lacks copies."""
         if self.cursor < 0:
             return None, {
                 str(node): None
@@ -243,12 +243,13 @@ class Recovery:
                 for node in fragment.nodes
                 if not self._is_out(node) and node not in self._fenced
             }
-        searched = self._searched.get(self.cursor)
-        answers = {} if searched is None or searched.head is not None else searched.answers
+        searched = self._searched.get(self.cursor, Searched())
+        if searched.head is not None:  # it waits for copies
+            return self.cursor, {}
         return self.cursor, {
-            str(node): answers.get(position)
+            str(node): searched.answers.get(position)
             for position, node in self.record.nodes_of(self.cursor)
-            if not self._is_out(node) and (searched is None or searched.head is None)
+            if not self._is_out(node)
         }
 
     def missing(self, node: str, entry: int) -> list[Action]:

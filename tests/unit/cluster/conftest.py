@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pxrs import registry as registries
+from pxrs.registry.contract import Registry
 from tests.unit.cluster.stored import fast_folder
 
 
@@ -14,4 +16,11 @@ from tests.unit.cluster.stored import fast_folder
 def folder() -> Iterator[Path]:
     """An empty folder for a storage node, removed after the test."""
     with fast_folder() as found:
+        yield found
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    """An empty registry in memory."""
+    with registries.open("memory:") as found:
         yield found

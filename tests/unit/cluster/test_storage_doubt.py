@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pxrs import registry as registries
 from pxrs.cluster import records
 from pxrs.cluster.ledgers import Fragment, Joining, LedgerRecord, Quorum
 from pxrs.cluster.records import NodeRecord, OwnerRecord, node_key, owner_key
@@ -27,7 +26,7 @@ from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import LedgerRemoved, RegistryUnavailable
 from pxrs.registry.contract import Registry
-from tests.unit.cluster.stored import TOPIC, add, entry, fast_folder, stored
+from tests.unit.cluster.stored import TOPIC, add, entry, stored
 
 SEGMENT_BYTES = 600
 ADDRESS = "127.0.0.1:1"
@@ -38,18 +37,6 @@ DOUBT = (
     "35353535353535353535353535353535353535353535353535353535353535352f302f3300000000"
 )
 """The record of a doubt in the journal (docs/cluster-format.md)."""
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fast_folder() as found:
-        yield found
-
-
-@pytest.fixture
-def registry() -> Iterator[Registry]:
-    with registries.open("memory:") as found:
-        yield found
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from pxrs import disk
-from pxrs import registry as registries
 from pxrs.cluster.naming import cluster_id
 from pxrs.cluster.records import CLUSTER_ID, RETIRED, NodeRecord, alive_key, node_key
 from pxrs.cluster.storage import opening
@@ -45,12 +44,6 @@ from tests.unit.cluster.stored import add, entry, fast_folder, stored
 def folder() -> Iterator[Path]:
     with fast_folder() as found:
         yield found / "node"
-
-
-@pytest.fixture
-def registry() -> Iterator[Registry]:
-    with registries.open("memory:") as found:
-        yield found
 
 
 @contextmanager

@@ -9,27 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from pxrs import registry as registries
 from pxrs.cluster.storage import scrub
 from pxrs.cluster.storage.identity import Started
 from pxrs.cluster.storage.scrub import Scrubber
 from pxrs.registry.contract import Registry
-from tests.unit.cluster.stored import LEDGER, add, entry, fast_folder, stored
+from tests.unit.cluster.stored import LEDGER, add, entry, stored
 from tests.unit.cluster.test_storage_doubt import collector, ledger, put, record_of, started
 
 OTHER = LEDGER.replace("/0/0", "/1/0")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fast_folder() as found:
-        yield found
-
-
-@pytest.fixture
-def registry() -> Iterator[Registry]:
-    with registries.open("memory:") as found:
-        yield found
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pytest
 
 from pxrs import disk
-from pxrs import registry as registries
 from pxrs.cluster.links import LinkSettings, NodeLink
 from pxrs.cluster.messages import Add
 from pxrs.cluster.records import AliveNode, alive_key
@@ -37,12 +36,6 @@ from pxrs.testing.waiting import aside
 from tests.unit.cluster.stored import ANSWER_S_MAX, LEDGER, body_of, entry, head_of
 
 Answers = queue.SimpleQueue[tuple[int, Exception | None]]
-
-
-@pytest.fixture
-def registry() -> Iterator[Registry]:
-    with registries.open("memory:") as found:
-        yield found
 
 
 @contextmanager

@@ -74,8 +74,6 @@ class Opened:
     lost: list[Lost]
     """The ranges that hold no records because they are damaged: those that earlier starts have recorded, and those that
     this one has found."""
-    damage: list[DamagedFrame]
-    """What this start has found damaged."""
     is_proven: bool
     """Whether everything that was acknowledged is there, apart from ranges that earlier starts have recorded."""
 
@@ -120,9 +118,7 @@ def open_journal(
     if not bases:
         active, begin = _begin_again(folder, 0, 0, None, gone[-1][1] if gone else 0)
         bases.append(begin)
-        return Opened(
-            active, begin, bases, gone, lost, [each.error for each in found], not found and not gone and not proof
-        )
+        return Opened(active, begin, bases, gone, lost, not found and not gone and not proof)
     last = _LastSegment(folder, bases[-1], seed, lost, apply, found)
     is_proven = proof is not None and last.is_whole_upto(proof) and not found
     torn: list[Damaged] = []
@@ -157,7 +153,7 @@ def open_journal(
         *(Lost(each.begin, each.end, False) for each in found if each.end),
         *(Lost(each.begin, each.end, True) for each in torn),
     ]
-    return Opened(active, end, bases, gone, sorted(lost), [each.error for each in [*found, *torn]], is_proven)
+    return Opened(active, end, bases, gone, sorted(lost), is_proven)
 
 
 def _present(folder: str, gone: removed.Ranges, *, is_read_only: bool) -> list[int]:

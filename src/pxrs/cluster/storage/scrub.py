@@ -17,7 +17,6 @@ A node that is started before a damaged range is free of live records finds the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -224,8 +223,11 @@ class Scrubber:
         self.place.damaged = [
             (ledger, entry) for ledger, found in self._node.damaged_entries().items() for entry in found
         ]
-        with contextlib.suppress(OSError):  # a full disk: the place is only where the next process continues
+        try:
             disk.replace_file(str(self._path), json.dumps(asdict(self.place)).encode())
+        except OSError as error:
+            # Nothing is lost: the next process checks some segments again.
+            _logger.warning("how far the segments were checked cannot be written: %s", disk.explain(error, self._path))
 
 
 def _load(path: Path) -> Place:
