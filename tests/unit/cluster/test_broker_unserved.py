@@ -25,6 +25,7 @@ from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.placement import Candidate
 from pxrs.cluster.records import Abandonment, abandoned_key
 from pxrs.cluster.status import ClusterStatus, read_status
+from pxrs.cluster.storage.node import StorageNode
 from pxrs.cluster.troubles import NODES, OTHER, PLACEMENT, RECOVERY, TROUBLES
 from pxrs.errors import AppendFailed, PartitionUnavailable, PxrsError, RegistryUnavailable
 from pxrs.metrics.instruments import BROKER_UNSERVED
@@ -205,6 +206,22 @@ def test_an_unexpected_error_is_told_with_its_kind_and_logged_once(
     assert told[0].exc_info is not None
     opened.error = None
     status_when(cluster, lambda found: not found.has_faults)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_partition_that_opens_and_whose_entries_nobody_acknowledges_is_told(
+    cluster: SmallCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened again and again, so it is never stuck for long."""
+    monkeypatch.setattr(StorageNode, "add", lambda *given: None)
+    topic = cluster.brokers[0].hub.create_topic("silent", partitions=1)
+    found = status_when(cluster, lambda found: found.unserved)
+    assert {(each.topic, each.kind) for each in found.unserved} == {("silent", NODES)}
+    assert found.unserved[0].why.startswith("too few storage nodes have acknowledged the first entry of ledger")
+    monkeypatch.undo()
+    status_when(cluster, lambda found: not found.has_faults)
+    eventually(lambda: serving(cluster.brokers[0], topic.id))
+    cluster.brokers[0].hub.delete_topic("silent")
 
 
 @pytest.mark.usefixtures("soon")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,18 @@ import pytest
 from pxrs.cluster import records
 from pxrs.cluster.ledgers import Fragment, Joining, LedgerRecord, Quorum
 from pxrs.cluster.records import NodeRecord, OwnerRecord, node_key, owner_key
-from pxrs.cluster.storage import mark
+from pxrs.cluster.storage import journal, mark, opening
 from pxrs.cluster.storage.collecting import Collector
 from pxrs.cluster.storage.core import Mark, proven_end
 from pxrs.cluster.storage.format import Kind, Record, decode, encode, seed_of
 from pxrs.cluster.storage.identity import Started, start
+from pxrs.cluster.storage.journal import Journal
 from pxrs.cluster.storage.mark import MarkFile
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
 from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.settings import StorageLimits
 from pxrs.errors import LedgerRemoved, RegistryUnavailable
+from pxrs.log.directory.segments.files import pread
 from pxrs.registry.contract import Registry
 from tests.unit.cluster.stored import TOPIC, add, entry, stored
 
@@ -209,6 +212,113 @@ def test_a_start_that_ends_before_its_doubt_is_durable_is_in_doubt_again(
         assert answers(found.node, first) == "+???"
 
 
+def test_c7_a_torn_range_stays_torn_if_the_start_that_found_it_ends_before_it_is_listed(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rot would make the node refuse writers, and the advice would be to check a sound disk."""
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+        assert add(found.node, entry(1, first.id)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    os.truncate(segment, segment.stat().st_size - 8)
+    lose_mark(folder)
+
+    def fail(*given: object) -> None:
+        raise RegistryUnavailable("the process is killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "keep_lost", fail)
+        with pytest.raises(RegistryUnavailable), started(folder, registry):
+            pass
+    for _ in range(2):
+        with started(folder, registry) as found:
+            assert [each.is_torn for each in found.node.journal.lost] == [True]
+            assert found.node.refuses is None
+            assert answers(found.node, first) == "+???"
+
+
+# What the disk cannot read.
+
+
+@dataclass
+class BadPages:
+    """Pages of 64 bytes of one file that the disk cannot read."""
+
+    path: Path
+    pages: frozenset[int]
+
+    def pread(self, descriptor: int, size: int, position: int) -> bytes:
+        if os.path.samestat(os.fstat(descriptor), self.path.stat()):
+            bad = [page for page in self.pages if position < (page + 1) * 64 and page * 64 < position + size]
+            if bad:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(descriptor, size, position)
+
+    @contextmanager
+    def in_use(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(opening, "PAGE_BYTES", 64)
+            patch.setattr(opening, "COPY_BYTES", 1_024)  # what is searched is searched in several pieces
+            patch.setattr(opening, "pread", self.pread)
+            patch.setattr(journal, "pread", self.pread)
+            yield
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_c7_a_node_starts_although_the_disk_cannot_read_a_part_of_its_journal(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, *, is_sealed: bool
+) -> None:
+    """Four entries of 3,000 bytes, each in a batch of its own: the header of the second one and a part of the body of
+    the third one cannot be read."""
+    with started(folder, registry, segment_bytes=10_000 if is_sealed else 1 << 20) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        places = []
+        for number in range(5):
+            places.append(found.node.journal.end)
+            assert add(found.node, entry(number, first.id, size=3_000)) == [None]
+    segment = min((folder / "node" / "journal").glob("*.log"))
+    bad = BadPages(segment, frozenset({places[1] // 64, (places[2] + 1_000) // 64}))
+    with bad.in_use(monkeypatch):
+        for _ in range(2):
+            with started(folder, registry) as found:
+                assert answers(found.node, first, 5) == "+?!++?"
+                assert "the disk has damaged" in str(found.node.refuses)
+
+
+def test_the_next_record_is_found_wherever_the_pieces_end_in_which_it_is_searched(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(folder, registry) as found:
+        assert add(found.node, entry(0, ledger(0).id, size=3_000)) == [None]
+        second = found.node.journal.end
+        assert add(found.node, entry(1, ledger(0).id, size=3_000)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    with segment.open("rb") as file:
+        for piece_bytes in range(opening.SEARCH_BYTES_MIN + 8, second + 300, 8):
+            monkeypatch.setattr(opening, "COPY_BYTES", piece_bytes)
+            size = segment.stat().st_size
+            assert opening._next(file.fileno(), 0, size, 0, found.node.seed, str(segment)) == second
+
+
+@pytest.mark.parametrize("part", ["header", "body"])
+def test_c7_a_node_starts_although_the_disk_cannot_read_its_last_entry(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id, size=3_000)) == [None]
+        place = found.node.journal.end
+        assert add(found.node, entry(1, first.id, size=3_000)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    bad = BadPages(segment, frozenset({(place if part == "header" else place + 1_000) // 64}))
+    with bad.in_use(monkeypatch), started(folder, registry) as found:
+        assert answers(found.node, first, 2) == ("+??" if part == "header" else "+!-")
+
+
 # The mark.
 
 
@@ -321,6 +431,48 @@ def test_c7_a_doubt_ends_when_the_ledger_is_closed_or_gone_and_not_before(folder
         collector(registry, found).settle()
         assert found.node.doubts() == [third.id]
         assert record_of(registry, first)[1] == version
+
+
+def test_c7_the_record_of_one_ledger_that_is_damaged_keeps_no_other_in_doubt(
+    folder: Path, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(folder, registry) as found:
+        first, second = (ledger(0, found.node.id, partition=number) for number in range(2))
+        put(registry, first, second)
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        assert found.node.doubts() == [first.id, second.id]
+        registry.commit(put={first.key: b"damaged"})
+        put(registry, second.closed(-1, 0, size=0, stored_at=0, is_complete=True))
+        collecting = collector(registry, found)
+        for _ in range(2):
+            collecting.settle()
+        assert found.node.doubts() == [first.id]
+    told = [each.getMessage() for each in caplog.records if "cannot be compared" in each.getMessage()]
+    assert len(told) == 1
+    assert first.key in told[0]
+
+
+def test_what_a_start_in_doubt_remembers_of_partitions_is_forgotten_when_they_are_gone(
+    folder: Path, registry: Registry
+) -> None:
+    with started(folder, registry) as found:
+        pass
+    staged = ledger(2, partition=3)
+    put(registry, staged)
+    registry.commit(put={owner_key(TOPIC, number): OwnerRecord(1, next=8).dump() for number in range(2)})
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        remembered = [f"{TOPIC}/0/7", f"{TOPIC}/1/7", staged.id]
+        assert found.node.remembered() == [staged.id, *remembered[:2]]
+        collector(registry, found).collect()
+        assert sorted(found.node.remembered()) == remembered
+        registry.commit(delete=[owner_key(TOPIC, 0), staged.key])
+        collector(registry, found).collect()
+        assert found.node.remembered() == [f"{TOPIC}/1/7"]
+        assert isinstance(add(found.node, entry(0, f"{TOPIC}/1/7"))[0], LedgerRemoved)
+    with started(folder, registry) as found:
+        assert found.node.remembered() == [f"{TOPIC}/1/7"]
 
 
 def test_c7_closed_ledgers_are_compared_after_a_start_in_doubt_also_by_the_next_process(

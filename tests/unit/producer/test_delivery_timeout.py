@@ -7,6 +7,7 @@ import fcntl
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -333,11 +334,20 @@ class Chaotic(MemoryTopic):
         return [v for batch in self.read(partition, 0, 1 << 30) for v in batch.records.column("value").to_pylist()]
 
 
-@pytest.mark.parametrize("seed", range(4))
 def test_l4_w1_nothing_is_doubled_or_appears_that_was_not_stored_whatever_lands_late(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What happens in a run also depends on how many messages are in each batch, so on the threads: what must have
+    happened is counted over all runs."""
     monkeypatch.setattr("pxrs.producer.appender._BACKOFF_S", (0.0001, 0.001))
+    happened: Counter[str] = Counter()
+    for seed in range(8):
+        happened += one_chaotic_run(seed)
+    assert min(happened[each] for each in ("stored", "unknown", "absent")) > 20, happened
+
+
+def one_chaotic_run(seed: int) -> Counter[str]:
+    """How many messages were stored, unknown, and absent: not stored."""
     topic, choice = Chaotic(seed), random.Random(seed)
     sent: list[tuple[int, bytes, Receipt]] = []
     with contextlib.suppress(AppendFailed), Producer(topic, linger_s=0, tries_max=2, batch_rows=3) as out:
@@ -358,15 +368,14 @@ def test_l4_w1_nothing_is_doubled_or_appears_that_was_not_stored_whatever_lands_
         except AppendFailed:
             absent.append((partition, value))
         else:
-            assert all_there[partition][offset] == value
+            assert all_there[partition][offset] == value, seed
             stored[partition].append(value)
     for partition, there in enumerate(all_there):
-        assert len(there) == len(set(there)), "something is stored twice"
-        assert [value for value in there if value in set(stored[partition])] == stored[partition], "out of order"
-    assert not [value for partition, value in absent if value in all_there[partition]]
-    assert unknown
-    assert absent
-    assert sum(map(len, stored)) > 50
+        assert len(there) == len(set(there)), f"seed {seed}: something is stored twice"
+        known = set(stored[partition])
+        assert [value for value in there if value in known] == stored[partition], f"seed {seed}: out of order"
+    assert not [value for partition, value in absent if value in all_there[partition]], seed
+    return Counter(stored=sum(map(len, stored)), unknown=unknown, absent=len(absent))
 
 
 def test_what_is_sent_while_a_partition_is_busy_is_stored_as_one_batch(holding: Holding) -> None:

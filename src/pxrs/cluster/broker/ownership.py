@@ -45,14 +45,13 @@ from pxrs.cluster.broker.tries import Tries
 from pxrs.cluster.broker.view import Place, Seen
 from pxrs.cluster.placement import Candidate, choose, least_loaded
 from pxrs.cluster.records import NOBODY, OwnerRecord, TopicRecord
-from pxrs.cluster.troubles import KINDS, OTHER, Reason, Troubles, Unserved, reason_of, troubles_key
+from pxrs.cluster.troubles import KINDS, Troubles, Unserved, reason_of, troubles_key
 from pxrs.errors import (
     Closed,
     Conflict,
     LeaseExpired,
     OutcomeUnknown,
     PartitionMoved,
-    PartitionUnavailable,
     PxrsError,
     RegistryError,
     TopicDeleted,
@@ -402,14 +401,11 @@ class Ownership:
         now, wall = time.monotonic(), self._broker.clock.wall_time_us() / 1e6
         stuck, unserved = {}, []
         for place, partition in self.partitions().items():
-            why = partition.why_not
-            if why is None:
+            reason = partition.why_unserved
+            if reason is None:
                 continue
             since = stuck[partition] = self._stuck.get(partition, _Stuck(now, wall))
             if now - since.at >= TROUBLE_S:
-                reason = partition.reason or Reason(
-                    OTHER, why.why if isinstance(why, PartitionUnavailable) else f"{why}"
-                )
                 unserved.append(Unserved(*place, since.wall, *reason))
         self._stuck, self._unserved = stuck, unserved
 

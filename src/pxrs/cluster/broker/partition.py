@@ -36,7 +36,7 @@ from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import TopicRecord
-from pxrs.cluster.troubles import Reason
+from pxrs.cluster.troubles import NODES, OTHER, Reason
 from pxrs.errors import (
     AppendFailed,
     AppendUnknown,
@@ -234,6 +234,18 @@ class OwnedPartition:
     def why_not(self) -> PxrsError | None:
         """Why the partition does not serve now; None if it does."""
         return self._gone or self._stuck
+
+    @property
+    def why_unserved(self) -> Reason | None:
+        """Why clients cannot use the partition; None if they can. A partition whose ledger has begun, and whose storage
+        nodes do not acknowledge the first entry, does not serve: it would count as opened again and again."""
+        why, index, writer = self.why_not, self._index, self._writer
+        if why is not None:
+            text = why.why if isinstance(why, PartitionUnavailable) else f"{why}"
+            return self.reason or Reason(OTHER, text)
+        if len(index) or writer is None:
+            return None
+        return Reason(NODES, f"too few storage nodes have acknowledged the first entry of ledger {writer.record.id}")
 
     def confirmed_of(self, ledger: str) -> int:
         """The last entry of a ledger that this partition has confirmed; -1 if it has not written the ledger."""

@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.naming import known_cluster_id
-from pxrs.cluster.records import LEDGERS, NodeRecord, ledgers_prefix, node_key, owner_key
+from pxrs.cluster.records import LEDGERS, OWNERS, NodeRecord, ledgers_prefix, node_key, owner_key
 from pxrs.cluster.storage.format import Kind, Record
 from pxrs.cluster.storage.index import entries_of
 from pxrs.cluster.storage.node import StorageNode
@@ -144,20 +144,9 @@ class Collector:
     def _settle(self) -> None:
         node = self._node
         for ledger in node.doubts():
-            if (found := self._record_of(ledger)) is None or found[0].is_closed:
-                if found is not None:
-                    self._compare(*found, is_news=True)
-                node.end_doubt(ledger)
-                _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
-        for ledger, entries in node.damaged_entries().items():
-            if (found := self._record_of(ledger)) is None:
-                node.forget_damaged(ledger, entries)
-                self._told.pop(ledger, None)
-            elif found[0].is_closed:
-                # Entries that the record does not assign to the node are needed by nobody.
-                node.forget_damaged(ledger, entries - set(self._entries_of(found[0])))
-                self._compare(*found, is_news=not entries <= self._told.get(ledger, set()))
-                self._told[ledger] = entries
+            self._each(ledger, self._end_doubt)
+        for ledger in node.damaged_entries():
+            self._each(ledger, self._compare_damaged)
         if node.is_unchecked and self._compare_all(is_news=True) is not None:
             node.checked()
             self._compared.clear()
@@ -167,6 +156,43 @@ class Collector:
             node.journal.forget_missing()
             if not node.journal.lost:
                 _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
+
+    def _each(self, ledger: str, act: Callable[[str, tuple[LedgerRecord, int] | None], None]) -> None:
+        """Call `act` with a ledger, and with what `_record_of` returns. The other ledgers do not wait for one whose
+        record is damaged, or is changed meanwhile: the next look tries it again."""
+        if self._is_closing.is_set():
+            return
+        try:
+            act(ledger, self._record_of(ledger))
+        except RegistryCorrupt as error:
+            self._tell_corrupt(LedgerName.of_id(ledger).key, error)
+        except Conflict:
+            _logger.debug("the record of ledger %s was changed while it was compared", ledger)
+
+    def _end_doubt(self, ledger: str, found: tuple[LedgerRecord, int] | None) -> None:
+        if found is not None:
+            if not found[0].is_closed:
+                return
+            self._compare(*found, is_news=True)
+        self._node.end_doubt(ledger)
+        _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
+
+    def _compare_damaged(self, ledger: str, found: tuple[LedgerRecord, int] | None) -> None:
+        """Compare a ledger of which the node has damaged entries."""
+        entries = self._node.damaged_entries().get(ledger, set())
+        if found is None:
+            self._node.forget_damaged(ledger, entries)
+            self._told.pop(ledger, None)
+        elif found[0].is_closed:
+            # Entries that the record does not assign to the node are needed by nobody.
+            self._node.forget_damaged(ledger, entries - set(self._entries_of(found[0])))
+            self._compare(*found, is_news=not entries <= self._told.get(ledger, set()))
+            self._told[ledger] = entries
+
+    def _tell_corrupt(self, key: str, error: RegistryCorrupt) -> None:
+        if key not in self._corrupt:
+            self._corrupt.add(key)
+            _logger.error("a ledger cannot be compared with the journal: %s", error)
 
     def _record_of(self, ledger: str) -> tuple[LedgerRecord, int] | None:
         """The record of a ledger, and its version; None if there is none."""
@@ -197,9 +223,7 @@ class Collector:
                 if is_news:
                     self._compared.add(record.id)
             except RegistryCorrupt as error:  # the others are compared nevertheless
-                if entry.key not in self._corrupt:
-                    self._corrupt.add(entry.key)
-                    _logger.error("a ledger cannot be compared with the journal: %s", error)
+                self._tell_corrupt(entry.key, error)
         return count if is_sure else None
 
     def _entries_of(self, record: LedgerRecord) -> Iterator[int]:
@@ -238,7 +262,8 @@ class Collector:
     def collect(self) -> Collected:
         """One round. Raises RegistryError, NodeFull, OSError."""
         with self._lock:
-            mine = self._node.ledgers()  # before anything is read from the registry
+            # Before anything is read from the registry.
+            mine, remembered = self._node.ledgers(), self._node.remembered()
             removed, full = 0, None
             if (skipped := self._distrust()) is not None:
                 _logger.error("no ledger is removed: %s", skipped)
@@ -248,6 +273,8 @@ class Collector:
                     removed = sum(self._remove(ledger, mark) for ledger, mark in garbage)
                 except NodeFull as error:  # raised below: what was removed before may free the room that is lacking
                     full = error
+            if skipped is None and full is None:
+                self._forget_partitions(remembered)
             segments, copied = self._clean()
             if full is not None:
                 raise full
@@ -296,6 +323,21 @@ class Collector:
             _logger.info("ledger %s was removed: it has no record, or its record does not name this node", ledger)
         return is_removed
 
+    def _forget_partitions(self, remembered: list[str]) -> None:
+        """Forget the removed ledgers of partitions that do not exist any more: a start in doubt remembers one of each
+        partition of the cluster. Raises RegistryError, NodeFull."""
+        if not remembered:
+            return
+        partitions = {entry.key for entry in self._registry.scan(OWNERS)}
+        for ledger in remembered:
+            name = LedgerName.of_id(ledger)
+            if self._is_closing.is_set():
+                return
+            if owner_key(name.topic_id, name.partition) not in partitions and not any(
+                self._registry.scan(ledgers_prefix(name.topic_id, name.partition), limit=1)
+            ):
+                self._node.forget_partition(ledger)
+
     # Segments.
 
     def _clean(self) -> tuple[int, int]:
@@ -343,7 +385,7 @@ class Collector:
             if record.body_bytes:
                 try:
                     _, body = self._node.journal.read(record.ledger, record.position, record.body_bytes)
-                except DamagedFrame:
+                except (DamagedFrame, OSError):
                     self._node.verify(record.ledger, record.entry)  # which notes that it is damaged
                     raise
             with self._node.lock:

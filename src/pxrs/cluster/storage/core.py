@@ -117,7 +117,8 @@ class Indexed(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Reply to `remove`. False if the ledger was touched since it was listed, or does not exist."""
+    """Reply to `remove` and `forget_partition`. False if the ledger was touched since it was listed, or does not
+    exist."""
 
     is_removed: bool
 
@@ -276,6 +277,20 @@ class NodeCore:
         self._remove(item)
         return Outcome((item,), Removed(True), True)
 
+    def remembered(self) -> list[str]:
+        """The removed ledgers that the node remembers: of each partition the one with the highest number."""
+        return [LedgerName(*partition, number).id for partition, number in self._removed.items()]
+
+    def forget_partition(self, ledger: str) -> Outcome:
+        """Forget what is remembered for a partition that does not exist any more. ledger: from `remembered`. Nothing is
+        done if the node has data of it, which `remove` removes, or remembers a later one."""
+        name = LedgerName.of_id(ledger)
+        if ledger in self._ledgers or self._removed.get((name.topic_id, name.partition)) != name.number:
+            return Outcome((), Removed(False), False)
+        item = RemoveItem(ledger, False)
+        self._remove(item)
+        return Outcome((item,), Removed(True), True)
+
     # Doubt.
 
     def begin_doubt(self, unclosed: Iterable[str], highest: Iterable[str]) -> list[JournalItem]:
@@ -327,8 +342,7 @@ class NodeCore:
     def standing(self) -> Iterator[JournalItem]:
         """The items, apart from entries, that a node must append again before it drops the beginning of its journal:
         the removed ledgers that it remembers, the fences, and the doubts."""
-        for (topic_id, partition), number in self._removed.items():
-            yield RememberItem(LedgerName(topic_id, partition, number).id)
+        yield from map(RememberItem, self.remembered())
         for ledger, state in self._ledgers.items():
             if state.fence:
                 yield FenceItem(ledger, state.fence)

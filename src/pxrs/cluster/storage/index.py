@@ -22,6 +22,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from pxrs.cluster.ledgers import EntryHead, LedgerName
@@ -116,8 +117,15 @@ class Entries:
         at = self._at(entry)
         return at is not None and self._rest[at * _WIDTH] != UNSYNCED
 
-    def numbers(self) -> set[int]:
-        return set(self._numbers)
+    def numbers(self) -> Sequence[int]:
+        """A copy of the entries' numbers."""
+        return self._numbers[:]
+
+    def copied(self) -> Entries:
+        """A copy, to be looked through without the lock."""
+        made = Entries()
+        made._numbers, made._rest = self._numbers[:], self._rest[:]
+        return made
 
     def places(self) -> list[Place]:
         return [self._place(at) for at in range(len(self))]

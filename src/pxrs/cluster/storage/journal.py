@@ -363,11 +363,17 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.folder}/{UNCHECKED}")
 
+    def keep_found(self) -> None:
+        """Called before the doubt about the damaged ranges that the start has found is journaled. If the process ends
+        before `keep_lost`, the next start knows which of them were torn. Raises OSError."""
+        removed.write_lost(self.folder, self.lost, removed.FOUND)
+
     def keep_lost(self) -> None:
         """Make the damaged ranges durable that the start has found: later starts pass over them. Called when the doubt
         about them is journaled. Raises OSError."""
         removed.write_lost(self.folder, self.lost)
         removed.write(self.folder, self._removed)  # it may have been damaged itself
+        removed.forget_found(self.folder)
 
     def unlink(self, base: int) -> None:
         """Remove a sealed segment without live records. A reader that has it open can finish. Only one thread at a time

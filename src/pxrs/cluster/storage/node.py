@@ -33,7 +33,16 @@ from typing import Final, NamedTuple, TypeVar
 from pxrs.cluster import staged
 from pxrs.cluster.ledgers import LedgerName
 from pxrs.cluster.messages import Add
-from pxrs.cluster.storage.core import DoubtItem, FencedAt, FenceItem, Indexed, LedgerState, NodeCore, Outcome
+from pxrs.cluster.storage.core import (
+    DoubtItem,
+    FencedAt,
+    FenceItem,
+    Indexed,
+    LedgerState,
+    NodeCore,
+    Outcome,
+    RememberItem,
+)
 from pxrs.cluster.storage.core import Entries as Present
 from pxrs.cluster.storage.format import (
     BODY_BYTES_MAX,
@@ -200,6 +209,7 @@ class StorageNode:
         """After a start in doubt, before the node answers anything: journal what it does not know (C7). Returns when
         that is durable. unclosed, highest: as for `NodeCore.begin_doubt`. Raises NodeFull, NodeUnreachable, OSError."""
         self.journal.keep_unchecked()
+        self.journal.keep_found()
         with self.lock:
             for item in self.core.begin_doubt(unclosed, highest):
                 if isinstance(item, DoubtItem):
@@ -227,9 +237,10 @@ class StorageNode:
         """Whether the node does not have one of these entries, or cannot read it."""
         with self.lock:
             state = self.core.state(ledger)
-            found = set() if state is None else entries_of(state).numbers()
-            damaged = [entry for owner, entry in self._reader.damaged if owner == ledger]
-            found -= {entry for entry in damaged if self._is_damaged(ledger, entry)}
+            numbers = () if state is None else entries_of(state).numbers()
+            known = [entry for owner, entry in self._reader.damaged if owner == ledger]
+            damaged = {entry for entry in known if self._is_damaged(ledger, entry)}
+        found = set(numbers) - damaged  # without the lock: a ledger may have a million entries
         return any(entry not in found for entry in entries)
 
     def damaged_entries(self) -> dict[str, set[int]]:
@@ -250,7 +261,8 @@ class StorageNode:
         for ledger, _ in self.ledgers():
             with self.lock:  # not for all ledgers at once
                 state = self.core.state(ledger)
-                entries = [] if state is None else entries_of(state).within(begin, end, header_bytes(ledger))
+                copied = None if state is None else entries_of(state).copied()
+            entries = [] if copied is None else copied.within(begin, end, header_bytes(ledger))
             found += [(ledger, entry) for entry in entries]
         return found
 
@@ -481,6 +493,24 @@ class StorageNode:
             wait = self._wait_for(Write(record, (), _ignore, undo, entries_of(state)))
         wait()
         return True
+
+    def remembered(self) -> list[str]:
+        """Of each partition of which the node has removed a ledger: the ledger with the highest number, as far as the
+        node has no data of it."""
+        with self.lock:
+            return [ledger for ledger in self.core.remembered() if self.core.state(ledger) is None]
+
+    def forget_partition(self, ledger: str) -> None:
+        """The partition does not exist any more. ledger: from `remembered`, called before that was found out. Returns
+        when that is synced. Raises NodeFull."""
+        with self.lock:
+            outcome = self.core.forget_partition(ledger)
+            if not outcome.append:
+                return
+            record = Record(Kind.REMOVED, ledger, offset=HERE, rows=0)
+            undo = functools.partial(self.core.replay, RememberItem(ledger))
+            wait = self._wait_for(Write(record, (), _ignore, undo))
+        wait()
 
     def _restore(self, ledger: str, state: LedgerState) -> None:
         """Revert a removal whose record could not be written."""

@@ -17,7 +17,7 @@ follow from the journal. `proof` is the position up to which everything was sync
 
 The caller has to journal the doubt (`NodeCore.begin_doubt`), and then records the damaged ranges (`removed.LOST`), so
 that later starts pass over them. A range is "torn" if it is in the last batch and no proof covers it: a power loss
-leaves such ranges on a sound disk. Any other range is rot.
+leaves such ranges on a sound disk. Any other range is rot, and so is a page that the disk cannot read.
 
 It is not known whether the last batch was synced: the process may have ended after a failed sync, and a later sync of
 the same file can report success although the kernel has dropped the pages (L3). So the last batch is written again, to
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,11 @@ _logger = logging.getLogger(__name__)
 PIECE_BYTES: Final = 64 << 10
 """How many bytes of a segment are read at a time, while its records are shorter than that."""
 COPY_BYTES: Final = 4 << 20
-"""How many bytes of the last batch are copied at a time."""
+"""How many bytes of the last batch are copied at a time, and how many are searched for the next record."""
+SEARCH_BYTES_MIN: Final = -(-HEADER_BYTES_MAX // ALIGNMENT) * ALIGNMENT
+"""How much of a piece is searched again with the next one: a header may be cut off at its end."""
+PAGE_BYTES: Final = 4_096
+"""The unit in which a part of a file is read that the disk cannot read as a whole."""
 NEW: Final = ".new"
 """Suffix of the new segment's file name until its content is synced."""
 
@@ -146,6 +149,8 @@ def open_journal(
         disk.sync_folder(folder)
         bases.append(known_end)
         end = known_end
+    torn += _torn_before(folder, found)
+    found = [each for each in found if each not in torn]
     for each in [*found, *torn]:
         _logger.error("the journal is damaged: %s", each.error)
     lost = [
@@ -154,6 +159,12 @@ def open_journal(
         *(Lost(each.begin, each.end, True) for each in torn),
     ]
     return Opened(active, end, bases, gone, sorted(lost), is_proven)
+
+
+def _torn_before(folder: str, found: Sequence[Damaged]) -> list[Damaged]:
+    """The ranges that were torn when an earlier start found them, which ended before it had listed them."""
+    torn = [each for each in removed.read_lost(folder, removed.FOUND) or [] if each.is_torn]
+    return [each for each in found if any(of.begin <= each.begin < each.end <= of.end for of in torn)]
 
 
 def _present(folder: str, gone: removed.Ranges, *, is_read_only: bool) -> list[int]:
@@ -199,11 +210,11 @@ def _missing(folder: str, gone: removed.Ranges, lost: Sequence[Lost], bases: lis
 
 def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int) -> Iterator[Record]:
     """The headers of the records between two places of a segment. Raises DamagedFrame, whose `position` is the place in
-    the file of the first record that is damaged or incomplete."""
+    the file of the first record that is damaged or incomplete, or that the disk cannot read."""
     at, piece_bytes = begin, PIECE_BYTES
     while at < end:
         start, wanted = at, min(piece_bytes, end - at)
-        piece = memoryview(pread(descriptor, wanted, start))
+        piece = memoryview(_readable(descriptor, wanted, start, path))
         if not piece:
             raise DamagedFrame(path, at, f"the file ends {end - at:,} bytes before the segment does")
         is_last = len(piece) < wanted or start + len(piece) >= end
@@ -216,14 +227,65 @@ def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int)
             piece_bytes = PIECE_BYTES if record.size < PIECE_BYTES else HEADER_BYTES_MAX
 
 
+def _readable(descriptor: int, size: int, at: int, path: str) -> bytes:
+    """The bytes of a file from a place on, up to the first page that the disk cannot read. Raises DamagedFrame if that
+    is the first one."""
+    data = b""
+    for each in _pages(descriptor, size, at):
+        if isinstance(each, OSError):
+            if not data:
+                raise DamagedFrame(path, at, f"the disk cannot read it: {each}")
+            break
+        data += each
+    return data
+
+
+def _or_zeros(descriptor: int, size: int, at: int) -> bytes:
+    """The bytes of a file from a place on, with zeros for the pages that the disk cannot read. No record begins with
+    zeros, and no checksum matches a page of them."""
+    data = bytearray()
+    for each in _pages(descriptor, size, at):
+        data += bytes(min(_page_end(at + len(data)), at + size) - at - len(data)) if isinstance(each, OSError) else each
+    return bytes(data)
+
+
+def _pages(descriptor: int, size: int, at: int) -> Iterator[bytes | OSError]:
+    """The bytes of a file from a place on: in one piece, or page by page if the disk cannot read all of them. For each
+    page that it cannot read, the error; other errors are raised."""
+    try:
+        yield pread(descriptor, size, at)
+        return
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    end = at + size
+    while at < end:
+        try:
+            data = pread(descriptor, min(_page_end(at), end) - at, at)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            yield error
+        else:
+            if not data:
+                return
+            yield data
+        at = _page_end(at)
+
+
+def _page_end(at: int) -> int:
+    return (at // PAGE_BYTES + 1) * PAGE_BYTES
+
+
 def read_body(descriptor: int, path: str, base: int, record: Record) -> bytes:
-    """The body of a record. Raises DamagedFrame if its checksum does not match."""
+    """The body of a record. Raises DamagedFrame if it cannot be read, or its checksum does not match."""
     if not record.body_bytes:
         return b""
     at = record.position - base
-    body = pread(descriptor, record.body_bytes, at + record.header_bytes)
+    body = _readable(descriptor, record.body_bytes, at + record.header_bytes, path)
     if len(body) < record.body_bytes:
-        raise DamagedFrame(path, at, f"the file ends {record.body_bytes - len(body):,} bytes before the record does")
+        why = f"{record.body_bytes - len(body):,} bytes of the record cannot be read, or are behind the end of the file"
+        raise DamagedFrame(path, at, why)
     if xxhash.xxh3_64_intdigest(body) != record.checksum:
         raise DamagedFrame(path, at, "the checksum of the record's body does not match")
     return body
@@ -233,10 +295,15 @@ def _next(descriptor: int, at: int, size: int, base: int, seed: int, path: str) 
     """The place in the file of the next header after a damaged one; None if there is none before `size`."""
     size = min(size, os.fstat(descriptor).st_size)
     begin = (at // ALIGNMENT + 1) * ALIGNMENT
-    if begin >= size:
-        return None
-    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-        return find_record(view, begin, base, seed, path)
+    while begin < size:
+        piece = memoryview(_or_zeros(descriptor, min(COPY_BYTES, size - begin), begin))
+        found = find_record(piece, 0, base + begin, seed, path)
+        if found is not None:
+            return begin + found
+        if len(piece) < COPY_BYTES:
+            break
+        begin += COPY_BYTES - SEARCH_BYTES_MIN
+    return None
 
 
 def _segment(folder: str, base: int, end: int, seed: int, lost: Sequence[Lost]) -> Iterator[Record | Damaged]:
@@ -391,7 +458,7 @@ def _begin_again(folder: str, begin: int, end: int, last: int | None, base: int)
             source = os.open(segment_path(folder, last), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for at in range(begin, end, COPY_BYTES):
-                    piece = pread(source, min(COPY_BYTES, end - at), at - last)
+                    piece = _or_zeros(source, min(COPY_BYTES, end - at), at - last)
                     pwrite_all(descriptor, [piece], at - begin)
             finally:
                 os.close(source)

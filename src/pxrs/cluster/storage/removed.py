@@ -12,7 +12,10 @@ its copies again; then the segment is compacted and unlinked, and the range leav
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +23,9 @@ from pxrs import disk
 
 FILE: Final = "removed"
 LOST: Final = "lost"
+FOUND: Final = "found"
+"""The damaged ranges that a start has found, until they are in the second list. A start that ends in between is not the
+last one that saw the end of the journal, from which a torn range is told."""
 Ranges = list[tuple[int, int]]
 """Half-open ranges of positions in the journal, in rising order and not adjacent."""
 
@@ -45,7 +51,7 @@ class Lost(NamedTuple):
 
 
 def read(folder: str) -> Ranges | None:
-    """The removed ranges; None if the file is damaged."""
+    """The removed ranges; None if the file is damaged. Raises OSError."""
     found = _read(f"{folder}/{FILE}")
     return None if found is None else [(begin, end) for begin, end in found]
 
@@ -55,15 +61,21 @@ def write(folder: str, ranges: Ranges) -> None:
     _write(folder, FILE, ranges)
 
 
-def read_lost(folder: str) -> list[Lost] | None:
-    """The damaged ranges, in rising order; None if the file is damaged."""
-    found = _read(f"{folder}/{LOST}")
+def read_lost(folder: str, name: str = LOST) -> list[Lost] | None:
+    """The damaged ranges, in rising order; None if the file is damaged. name: LOST or FOUND. Raises OSError."""
+    found = _read(f"{folder}/{name}")
     return None if found is None else [Lost(*each) for each in found]
 
 
-def write_lost(folder: str, ranges: Iterable[Lost]) -> None:
-    """Replace the list of damaged ranges durably. Raises OSError."""
-    _write(folder, LOST, sorted(ranges))
+def write_lost(folder: str, ranges: Iterable[Lost], name: str = LOST) -> None:
+    """Replace the list of damaged ranges durably. name: LOST or FOUND. Raises OSError."""
+    _write(folder, name, sorted(ranges))
+
+
+def forget_found(folder: str) -> None:
+    """Everything that a start has found is in the list of damaged ranges. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{folder}/{FOUND}")
 
 
 def _read(path: str) -> list[Any] | None:
@@ -72,6 +84,10 @@ def _read(path: str) -> list[Any] | None:
     except FileNotFoundError:
         return []
     except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
         return None
     return None if text is None else list(json.loads(text))
 
