@@ -13,7 +13,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,11 @@ class Member(HubServer):
 class Processes:
     """A cluster."""
 
-    def __init__(self, stack: ExitStack, *flags: str) -> None:
-        """flags: of the broker."""
+    def __init__(self, stack: ExitStack, *flags: str, limits: Sequence[str] = ()) -> None:
+        """flags: of the broker. limits: of the storage nodes."""
+        node_flags = [each for limit in limits for each in ("--limit", limit)]
         self.etcd = stack.enter_context(EtcdServer())
-        self.nodes = [stack.enter_context(Member("storage", self.etcd.url)) for _ in range(NODES)]
+        self.nodes = [stack.enter_context(Member("storage", self.etcd.url, *node_flags)) for _ in range(NODES)]
         self.broker = stack.enter_context(Member("broker", self.etcd.url, *flags))
         self.hub = stack.enter_context(pxrs.open(self.broker.url))
 
@@ -77,12 +78,33 @@ class Processes:
                 time.sleep(0.1)
 
 
+    def stopped(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The work, while the processes of this cluster stand still."""
+        processes = self.etcd, *self.nodes, self.broker
+
+        def alone() -> None:
+            for each in processes:
+                each.pause()
+            try:
+                work()
+            finally:
+                for each in processes:
+                    each.resume()
+
+        return alone
+
+    def read_bytes(self) -> int:
+        """How many bytes the storage nodes have read from files and pipes."""
+        return sum(psutil.Process(each.pid).io_counters().read_chars for each in self.nodes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
     parts: dict[str, Part] = {
         "messages": messages,
         "batches": batches,
         "reads": reads,
+        "scrub": scrub,
         "nats": peers,
     }
     parser.add_argument("parts", nargs="*", choices=[*parts, "costs", []], help="which to run; all if none is named")
@@ -156,6 +178,32 @@ def peers(folder: Path) -> Iterator[Row]:
             figure = compare(_consume(cluster.hub, PEER_MESSAGES), nats.fetch, times=1, rounds=3).times(PEER_MESSAGES)
             yield Row("a group reads and commits", f"{kind}: fetch + ack", figure)
             nats.close()
+
+
+def scrub(folder: Path) -> Iterator[Row]:
+    """Messages and batches in, while the nodes check their sealed segments all the time, at the limit of the speed. The
+    processes of the cluster that is not measured stand still."""
+    given = pairs(MESSAGES)
+    with ExitStack() as stack:
+        limits = "segment_bytes=16000000", "scrub_round_s=0.01"
+        checking, plain = (Processes(stack, limits=[*limits, *more]) for more in ((), ("scrub_bytes_s=0",)))
+        ways = []
+        for cluster in (checking, plain):
+            cluster.create_topic("t")
+            out = stack.enter_context(cluster.hub.producer("t"))
+            while_checked = _send_batches(out)
+            for _ in range(4):  # several sealed segments in each node
+                while_checked()
+            ways.append((send_all(out, given), while_checked))
+        for what, count, mine, theirs in (
+            ("send() + flush", MESSAGES, ways[0][0], ways[1][0]),
+            ("send_batch() + flush", BATCHES * ROWS, ways[0][1], ways[1][1]),
+        ):
+            pair = plain.stopped(mine), checking.stopped(theirs)
+            before = checking.read_bytes()
+            figure = compare(*pair, times=1, rounds=15).times(count)
+            assert checking.read_bytes() > before + NODES * 10_000_000, "the nodes have checked nothing"
+            yield Row(what, "the same without checks", figure, "0.95x")
 
 
 def _send_batches(producer: pxrs.Producer) -> Callable[[], None]:

@@ -33,7 +33,7 @@ from pxrs.cli.web import beside_server
 from pxrs.errors import Closed, InvalidArgument, MissingDependency
 from pxrs.metrics.health import Beat, Verdict
 from pxrs.registry.outage import START_WAIT_S, StartWait
-from pxrs.server.settings import ServerLimits
+from pxrs.server.settings import MAY_BE_ZERO, ServerLimits
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -144,8 +144,9 @@ def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> 
             found[name] = kind(value)
         except ValueError:
             raise InvalidArgument(f"--limit {each}: give a number") from None
-        if not 0 < found[name] < float("inf"):
-            raise InvalidArgument(f"--limit {each}: give a number above 0")
+        may_be_zero = MAY_BE_ZERO in others[name].metadata
+        if not (0 < found[name] < float("inf") or (may_be_zero and not found[name])):
+            raise InvalidArgument(f"--limit {each}: give a number above 0{', or 0' if may_be_zero else ''}")
     return replace(limits, **named, **found)
 
 

@@ -4,6 +4,10 @@ name of its own or as `--limit NAME=VALUE`."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+MAY_BE_ZERO: Final = "may_be_zero"
+"""In the metadata of a limit that `--limit` accepts as 0."""
 
 
 @dataclass(frozen=True, slots=True)

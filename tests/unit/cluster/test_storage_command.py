@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
+from pxrs.cli.serve import with_limits
 from pxrs.cluster.storage.identity import Directory
 from pxrs.cluster.storage.settings import StorageLimits
+from pxrs.errors import InvalidArgument
 from pxrs.testing.command import Result, run_here
 from pxrs.testing.servers import free_ports
 from tests.unit.source_code import ROOT
@@ -76,6 +78,13 @@ def test_wrong_options_are_refused(run, option: tuple[str, str], what: str) -> N
     result = run(*option)
     assert result.code == EXIT_FINAL
     assert what in result.errors
+
+
+def test_scrubbing_can_be_turned_off_and_nothing_else_is_0() -> None:
+    assert with_limits(StorageLimits(), {}, ["scrub_bytes_s=0"]).scrub_bytes_s == 0
+    for given in ("collect_s=0", "scrub_round_s=0", "scrub_bytes_s=-1", "scrub_bytes_s=nan"):
+        with pytest.raises(InvalidArgument, match=r"above 0|give a number"):
+            with_limits(StorageLimits(), {}, [given])
 
 
 def test_every_limit_is_documented_with_its_default() -> None:

@@ -3,7 +3,9 @@ work. `pxrs storage --limit NAME=VALUE` sets each of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pxrs.server.settings import MAY_BE_ZERO
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class StorageLimits:
     """Interval between two rounds of garbage collection and compaction."""
     compact_below: float = 0.5
     """A segment is compacted when less than this fraction of it is still needed."""
-    scrub_bytes_s: int = 10_000_000
+    scrub_bytes_s: int = field(default=10_000_000, metadata={MAY_BE_ZERO: True})
     """How many bytes of its sealed segments a node reads a second at most, to find damage. 0: none."""
     scrub_round_s: float = 3600.0
     """How long reading all sealed segments takes at least: a small journal is not read all the time."""
