@@ -77,7 +77,6 @@ class Processes:
                     raise
                 time.sleep(0.1)
 
-
     def stopped(self, work: Callable[[], None]) -> Callable[[], None]:
         """The work, while the processes of this cluster stand still."""
         processes = self.etcd, *self.nodes, self.broker

@@ -16,14 +16,17 @@ import pytest
 pytest.importorskip("grpc")
 
 from pxrs.cluster import records as keys
+from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.context import Broker, BrokerSettings
 from pxrs.cluster.broker.log import ClusterTopic
 from pxrs.cluster.broker.nodes import NodeLinks
 from pxrs.cluster.broker.opened import Opened
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.running import CREW_MAX, RunningBroker
+from pxrs.cluster.broker.writing import LedgerShell
+from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.links import NodeLink
-from pxrs.cluster.records import OwnerRecord
+from pxrs.cluster.records import OwnerRecord, ledgers_prefix
 from pxrs.errors import (
     AppendFailed,
     InvalidPlacement,
@@ -143,6 +146,57 @@ def test_a_late_roll_does_not_close_the_ledger_of_a_later_generation(found: Foun
     eventually(lambda: partition._generation > generation and partition.why_not is None)
     partition._roll_apart(generation)
     assert offsets_of(found.local.append([Append.encoded(0, records([b"b"]))])) == [1]
+    assert values_from(found.topic, 0) == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("late", ["close", "begin"])
+def test_c1_a_roll_and_an_opening_at_the_same_time_begin_one_ledger(
+    found: Found, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The roll has closed the ledger, and begins the next one after the opening has. late: when the roll stands still
+    meanwhile. With two ledgers, messages go to the one that a fail-over does not recover."""
+    partition = found.partition
+    assert offsets_of(found.local.append([Append.encoded(0, records([b"a"]))])) == [0]
+    reached, opened = threading.Event(), threading.Event()
+    close, begin = LedgerShell.close, OwnedPartition.begin_next
+
+    def wait() -> None:
+        if threading.current_thread().name == "roll":
+            reached.set()
+            assert opened.wait(30)
+
+    def held_close(self: LedgerShell, until: float) -> LedgerRecord:
+        closed = close(self, until)
+        wait()
+        return closed
+
+    def held_begin(self: OwnedPartition, base: int, claim: Claim) -> tuple[LedgerShell, Claim]:
+        wait()
+        return begin(self, base, claim)
+
+    if late == "close":
+        monkeypatch.setattr(LedgerShell, "close", held_close)
+    else:
+        monkeypatch.setattr(OwnedPartition, "begin_next", held_begin)
+    generation = partition._generation
+    roll = threading.Thread(target=partition._roll_apart, args=(generation,), name="roll")
+    roll.start()
+    assert reached.wait(30)
+    partition.get_stuck("a test")
+    eventually(lambda: partition._generation > generation and partition.why_not is None)
+    opened.set()
+    roll.join(30)
+    assert not roll.is_alive()
+    assert offsets_of(found.local.append([Append.encoded(0, records([b"b"]))])) == [1]
+    open_ledgers = [
+        record
+        for entry in found.broker.registry.scan(ledgers_prefix(found.handle.id, 0))
+        if not (record := LedgerRecord.parse(entry.key, entry.value)).is_closed
+    ]
+    assert len(open_ledgers) == 1
+    generation = partition._generation
+    partition.get_stuck("a fail-over")
+    eventually(lambda: partition._generation > generation and partition.why_not is None)
     assert values_from(found.topic, 0) == [b"a", b"b"]
 
 
@@ -344,9 +398,9 @@ def test_a_partition_that_was_given_up_while_it_was_opened_serves_nothing(found:
     """The lease was lost during the opening: what it has made is not written to, and the entry 0 is not sent."""
     partition = found.partition
     moved = PartitionMoved("a test")
-    begun = partition.begin_next(0)
+    begun, claim = partition.begin_next(0, partition.claim)
     partition.give_up(moved)
-    partition.serve(Opened([], begun, Producers(), {}))
+    partition.serve(Opened([], begun, Producers(), {}, claim))
     assert partition._writer is None
     assert partition.why_not is moved
 

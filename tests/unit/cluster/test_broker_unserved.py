@@ -97,12 +97,12 @@ class Opened:
         self.has_begun = threading.Event()
         opened = ownership.open_partition
 
-        def opening(broker: Broker, partition: OwnedPartition) -> bool:
+        def opening(broker: Broker, partition: OwnedPartition, is_crowded: Any) -> bool:
             self.count += 1
             self.has_begun.set()
             if self.error is not None:
                 raise self.error
-            return opened(broker, partition)
+            return opened(broker, partition, is_crowded)
 
         monkeypatch.setattr(ownership, "open_partition", opening)
 

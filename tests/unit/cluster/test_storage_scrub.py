@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pxrs.cluster.storage import scrub
+from pxrs.cluster.storage import reading, scrub
 from pxrs.cluster.storage.identity import Started
 from pxrs.cluster.storage.scrub import Scrubber
 from pxrs.registry.contract import Registry
@@ -59,6 +59,25 @@ def test_a_damaged_body_is_found_and_gets_a_copy(folder: Path, registry: Registr
         collector(registry, found).settle()
         assert not record_of(registry, ledger(0))[0].is_complete
         assert add(found.node, entry(1, recovery=0)) == [None]
+        assert found.node.load.damaged == 0
+        assert stored(found.node, last=7) == [*range(8)]
+
+
+def test_all_damaged_entries_get_a_copy_although_there_are_more_than_the_node_remembers(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "DAMAGED_MAX", 2)
+    with filled(folder, registry) as (found, segments):
+        for segment, at in ((0, 160), (0, 2 * 160), (1, 160)):
+            flip(segments[segment], at - 10)
+        scrubber = a_round(found, folder)
+        assert len(scrubber.place.damaged) == 2
+        assert found.node.load.damaged == 3, "there are more"
+        for _, number in scrubber.place.damaged:
+            assert add(found.node, entry(number, recovery=0)) == [None]
+        assert found.node.load.damaged == 1, "the node knows that it does not know all"
+        ((_, last),) = a_round(found, folder).place.damaged
+        assert add(found.node, entry(last, recovery=0)) == [None]
         assert found.node.load.damaged == 0
         assert stored(found.node, last=7) == [*range(8)]
 

@@ -1,7 +1,8 @@
 """Which ledgers live storage nodes may have lost entries of (C7), as the nodes themselves say.
 
 A node shows in its key among the live nodes that it is in doubt about some ledgers, or that it knows of damage. It is
-asked for the list then, once after each change, on a thread of the broker's crew: one question at a time for each node.
+asked for the list then, after each change and every AGAIN_S, on a thread of the broker's crew: one question at a time
+for each node.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _logger = logging.getLogger(__name__)
 TIMEOUT_S: Final = 2.0
 PAUSE_S: Final = 5.0
 """How long a node that has not answered is left alone."""
+AGAIN_S: Final = 30.0
+"""After this time a node is asked again, although its counts are the same: one entry may have been repaired, and
+another one damaged."""
 
 
 @dataclass(slots=True)
@@ -31,7 +35,8 @@ class _Asked:
     """Its starts, and its counts of doubts and of damage, when it was last asked."""
     is_under_way: bool = False
     not_before: float = 0.0
-    """On the monotonic clock."""
+    """On the monotonic clock, as is `again_at`."""
+    again_at: float = 0.0
     ledgers: frozenset[str] = frozenset()
 
 
@@ -51,8 +56,10 @@ class NodeDoubts:
         for node, found in alive.items():
             if found.doubts or found.damaged:
                 asked, state = self._nodes.setdefault(node, _Asked()), (found.starts, found.doubts, found.damaged)
-                if asked.state != state and not asked.is_under_way and time.monotonic() >= asked.not_before:
-                    asked.is_under_way = True
+                now = time.monotonic()
+                is_due = asked.state != state or now >= asked.again_at
+                if is_due and not asked.is_under_way and now >= asked.not_before:
+                    asked.is_under_way, asked.not_before = True, now + PAUSE_S
                     self._broker.crew.submit(self._ask, node, asked, state)
         return {node: asked.ledgers for node, asked in self._nodes.items() if asked.ledgers}
 
@@ -65,8 +72,8 @@ class NodeDoubts:
                 found += page
                 more = more and bool(page)
             asked.state, asked.ledgers = state, frozenset(found)
+            asked.not_before, asked.again_at = 0.0, time.monotonic() + AGAIN_S
         except PxrsError as error:
-            asked.not_before = time.monotonic() + PAUSE_S
             _logger.info("storage node %s does not tell which entries it may have lost: %s", node, error)
         finally:
             asked.is_under_way = False

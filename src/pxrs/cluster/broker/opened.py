@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from pxrs.cluster.broker.beginning import Claim
 from pxrs.cluster.broker.writing import LedgerShell
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import AliveNode
@@ -43,6 +44,8 @@ class Opened(NamedTuple):
     producers: Producers
     counted: dict[str, NodeCount]
     """By live storage node: as of before the chain was read."""
+    claim: Claim
+    """As the writer's ledger has left it."""
 
 
 def fresh(error: PxrsError) -> PxrsError:

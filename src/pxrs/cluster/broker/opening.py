@@ -7,6 +7,7 @@ repeated: if the broker fails in between, the next owner begins from the first s
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from pxrs.cluster import records
 from pxrs.cluster.broker.beginning import Claim
@@ -25,9 +26,10 @@ from pxrs.log.producers import Producers
 _logger = logging.getLogger(__name__)
 
 
-def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
-    """Open the partition and serve it. Returns whether a ledger had to be recovered. Raises PartitionMoved if another
-    broker has claimed it, PartitionUnavailable if too few nodes answer, and what the registry raises."""
+def open_partition(broker: Broker, partition: OwnedPartition, is_crowded: Callable[[], bool] = lambda: False) -> bool:
+    """Open the partition and serve it. Returns whether a ledger had to be recovered. is_crowded: as for `Recoverer`.
+    Raises PartitionMoved if another broker has claimed it, PartitionUnavailable if too few nodes answer, and what the
+    registry raises."""
     topic = partition.topic
     key = records.owner_key(topic.topic.id, partition.partition)
     entry = broker.registry.get(key)
@@ -36,7 +38,7 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
         moved = PartitionMoved(f"{partition.name}: another broker has claimed the partition")
         partition.give_up(moved)
         raise moved
-    partition.claim = Claim(owner, entry.version)
+    partition.claim = claim = Claim(owner, entry.version)
     counted = counts(broker.view.seen.alive)  # before the records, which nodes may change meanwhile
     chain = [
         (LedgerRecord.parse(found.key, found.value), found.version)
@@ -50,7 +52,9 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
         if partition.reason is None:  # else the reason of the last attempt is more exact
             partition.tell_why(Reason(RECOVERY, f"ledger {record.id} is being recovered{_away(broker, record)}"))
         confirmed = partition.confirmed_of(record.id)
-        recoverer = Recoverer(broker, topic, record, version, partition.epoch, partition.check_kept, confirmed)
+        recoverer = Recoverer(
+            broker, topic, record, version, partition.epoch, partition.check_kept, confirmed, is_crowded
+        )
         try:
             closed[-1] = recoverer.run().record
         except PartitionUnavailable as error:
@@ -59,7 +63,8 @@ def open_partition(broker: Broker, partition: OwnedPartition) -> bool:
     producers = _producers(broker, partition, closed)
     end = closed[-1].end if closed else 0
     assert end is not None
-    partition.serve(Opened(closed, partition.begin_next(end), producers, counted))
+    writer, claim = partition.begin_next(end, claim)
+    partition.serve(Opened(closed, writer, producers, counted, claim))
     return has_recovered
 
 

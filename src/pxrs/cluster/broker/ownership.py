@@ -41,7 +41,7 @@ from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.opening import open_partition
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.pools import ToldPool
-from pxrs.cluster.broker.tries import Tries
+from pxrs.cluster.broker.tries import RETRY_S_MAX, UNHEARD_S_MAX, Tries
 from pxrs.cluster.broker.view import Place, Seen
 from pxrs.cluster.placement import Candidate, choose, least_loaded
 from pxrs.cluster.records import NOBODY, OwnerRecord, TopicRecord
@@ -53,6 +53,7 @@ from pxrs.errors import (
     OutcomeUnknown,
     PartitionMoved,
     PxrsError,
+    ReadFailed,
     RegistryError,
     TopicDeleted,
 )
@@ -314,7 +315,7 @@ class Ownership:
         failure: Exception | None = None
         began = time.monotonic()
         try:
-            has_recovered = open_partition(self._broker, partition)
+            has_recovered = open_partition(self._broker, partition, lambda: self._pool.is_crowded)
             self._tell_opened(place, partition, time.monotonic() - began, has_recovered)
         except Exception as error:  # noqa: BLE001 - the next try finds out whether it lasts
             failure = error
@@ -331,7 +332,8 @@ class Ownership:
             if failure is None:
                 del self._opening[partition]
                 return
-            pause_s = tries.failed(time.monotonic(), starts_anew=isinstance(failure, RegistryError))
+            pause_s_max = UNHEARD_S_MAX if isinstance(failure, ReadFailed) else RETRY_S_MAX
+            pause_s = tries.failed(time.monotonic(), pause_s_max, starts_anew=isinstance(failure, RegistryError))
         _log.log(
             (partition.name, type(failure), f"{failure}"),
             logging.WARNING if isinstance(failure, PxrsError) else logging.ERROR,
@@ -448,7 +450,9 @@ class Ownership:
 
 def _grounds(seen: Seen) -> Hashable:
     """What the outcome of an opening depends on, apart from the partition itself."""
-    nodes = frozenset((node, found.starts, found.refuses is None) for node, found in seen.takers.items())
+    nodes = frozenset(
+        (node, found.starts, node in seen.takers and found.refuses is None) for node, found in seen.alive.items()
+    )
     return nodes, frozenset(seen.abandoned.items())
 
 

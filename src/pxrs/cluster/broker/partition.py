@@ -30,7 +30,7 @@ from pxrs.cluster.broker.beginning import Claim, has_enough, next_ledger, remove
 from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.entries import STATE_ENTRY, Entry, encode_entry, offset_of, state_entry, within
 from pxrs.cluster.broker.index import Indexed, LedgerIndex
-from pxrs.cluster.broker.opened import NodeCount, Opened, Ticket, fresh
+from pxrs.cluster.broker.opened import NodeCount, Opened, Ticket, counts, fresh
 from pxrs.cluster.broker.recalling import Origins, Recalled, Span, Unread, closed_spans
 from pxrs.cluster.broker.retaining import Piece, keep_from
 from pxrs.cluster.broker.writing import LedgerShell
@@ -90,8 +90,8 @@ class OwnedPartition:
         self._chain: list[LedgerRecord] = []
         self._kept_from = 0
         """The number of the first ledger that `trim` has not removed."""
-        self.counted: dict[str, NodeCount] = {}
-        """By storage node: what was known of it before the records of the chain were read. `Repairs` changes it."""
+        self.counted: Mapping[str, NodeCount] = {}
+        """By storage node: what was known of it before the records of the chain were read. Replaced, never changed."""
         self._writer: LedgerShell | None = None
         self._index = LedgerIndex()
         """The confirmed entries of the ledger that is being written."""
@@ -111,13 +111,16 @@ class OwnedPartition:
     def epoch(self) -> int:
         return self.claim.owner.epoch
 
-    def begin_next(self, base: int) -> LedgerShell:
-        """Create the next ledger, which begins at the offset `base`, and its writer. Raises as `next_ledger`."""
-        begun = next_ledger(self._broker, self.topic, self.partition, self.claim, base)
-        self.claim = begun.claim
-        return LedgerShell(
+    def begin_next(self, base: int, claim: Claim) -> tuple[LedgerShell, Claim]:
+        """Create the next ledger, which begins at the offset `base`, and its writer. Returns the claim as that has
+        changed it. claim: as it was when the caller knew the last ledger to be the last. A roll and an opening may both
+        be about to begin a ledger: only one of them gets it, because the other one's claim is older then. Raises as
+        `next_ledger`."""
+        begun = next_ledger(self._broker, self.topic, self.partition, claim, base)
+        writer = LedgerShell(
             self._broker, self.topic, begun.record, begun.version, self._changed, self._confirmed, self._stopped
         )
+        return writer, begun.claim
 
     def _stopped(self, writer: LedgerShell, why: str) -> None:
         if writer is self._writer and self._stuck is None and self._gone is None:
@@ -144,6 +147,13 @@ class OwnedPartition:
         first = 0 if self._writer is None else self._writer.record.number
         return next((record for record in closed if record.number >= first and record.abandoned), None)
 
+    def note_counts(self, before: Mapping[str, NodeCount], now: Mapping[str, NodeCount]) -> None:
+        """The records of the chain were read again after the nodes had these counts, unless `counted` is not the one
+        from `before` any more."""
+        with self.lock:
+            if self.counted is before:
+                self.counted = {**before, **now}
+
     def serve(self, opened: Opened) -> None:
         """Serve what was opened, unless the partition was given up in the meantime."""
         with self.lock:
@@ -151,6 +161,7 @@ class OwnedPartition:
                 opened.writer.stop()
                 return
             self._generation += 1
+            self.claim = opened.claim
             # `trim` may have removed ledgers since the chain was read.
             self._chain = [record for record in opened.chain if record.number >= self._kept_from]
             self.counted = opened.counted
@@ -293,6 +304,14 @@ class OwnedPartition:
         """A repair has changed the record of a closed ledger: other nodes have its copies now."""
         with self.lock:
             self._chain = [record if each.number == record.number else each for each in self._chain]
+
+    def look_again(self, nodes: Collection[str], before: Mapping[str, NodeCount]) -> None:
+        """Have `Repairs` read the records of the chain again if one of these nodes may have changed one since. before:
+        the counts of the nodes from before a record was written that the chain has now."""
+        now = counts(self._broker.view.seen.alive)
+        if any(now.get(node) != before.get(node) for node in nodes):
+            with self.lock:
+                self.counted = {}
 
     # Reading.
 
@@ -503,17 +522,20 @@ class OwnedPartition:
             full = self._writer
             if full is None or generation != self._generation or self._stuck is not None:
                 return  # given up or recovered in the meantime, or about to be recovered
+            claim, counted = self.claim, counts(self._broker.view.seen.alive)
         try:
             closed = full.close(time.monotonic() + self._broker.settings.append_s)
             assert closed.end is not None
-            writer = self.begin_next(closed.end)
+            writer, claim = self.begin_next(closed.end, claim)
         except Exception as error:  # noqa: BLE001 - opening the partition again reports the problem
             self.get_stuck(f"the next ledger could not be begun: {error}", generation)
             return
         with self.lock:
-            if generation != self._generation or self._gone is not None:
+            if generation != self._generation or self.why_not is not None:
+                writer.stop()  # an opening recovers its ledger
                 return
-            self._chain = [*self._chain, closed]
+            self.claim, self._chain = claim, [*self._chain, closed]
+            self.look_again(closed.named, counted)
             self._begin_ledger(writer)
             self._is_rolling = False
             self._changed.notify_all()

@@ -21,6 +21,11 @@ class ToldPool(ThreadPoolExecutor):
         future.add_done_callback(_tell)
         return future
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether functions wait for a thread."""
+        return not self._work_queue.empty()
+
 
 def _tell(future: Future[T]) -> None:
     try:

@@ -56,18 +56,19 @@ class LedgerReader:
                 self._indexes.popitem(last=False)
         return index
 
-    def index_upto(self, record: LedgerRecord, last: int) -> LedgerIndex:
-        """The index of the entries 0 to `last`, all of which the ledger has. Raises ReadFailed."""
+    def index_upto(self, record: LedgerRecord, last: int, timeout_s: float | None = None) -> LedgerIndex:
+        """The index of the entries 0 to `last`, all of which the ledger has. timeout_s: of each request; None: that of
+        the link. Raises ReadFailed."""
         found: dict[int, Indexed] = {}
         errors: list[str] = []
         for node in self._nodes(record):
             if all(entry in found for entry in range(last + 1)):
                 break
             try:
-                for entry, head in self._index_of(node, record, last):
+                for entry, head in self._index_of(node, record, last, timeout_s):
                     found.setdefault(entry, head)
             except _FAILURES as error:
-                self._avoid(node)
+                self.avoid(node)
                 errors.append(f"{node}: {error}")
         index = LedgerIndex()
         for entry in range(last + 1):
@@ -76,10 +77,12 @@ class LedgerReader:
             index.add(found[entry])
         return index
 
-    def _index_of(self, node: str, record: LedgerRecord, last: int) -> Iterator[tuple[int, Indexed]]:
+    def _index_of(
+        self, node: str, record: LedgerRecord, last: int, timeout_s: float | None
+    ) -> Iterator[tuple[int, Indexed]]:
         after = -1
         while after < last:
-            page = self._links(node).index(record.id, after=after, limit=PAGE)
+            page = self._links(node).index(record.id, after=after, limit=PAGE, timeout_s=timeout_s)
             for entry, head in page.entries:
                 after = entry
                 yield entry, Indexed(head.offset, head.rows, head.size, head.last_timestamp, head.stored_at)
@@ -110,7 +113,7 @@ class LedgerReader:
                 try:
                     read = self._links(node).read(record.id, entry, last, heads=heads)
                 except _FAILURES as error:
-                    self._avoid(node)
+                    self.avoid(node)
                     errors.append(f"{node}: {error}")
                     continue
                 errors += [f"{node}: {each.error}" for each in read if each.error is not None]
@@ -132,7 +135,8 @@ class LedgerReader:
         now = time.monotonic()
         return sorted([*nodes[turn:], *nodes[:turn], *others], key=lambda node: self._avoided.get(node, 0.0) > now)
 
-    def _avoid(self, node: str) -> None:
+    def avoid(self, node: str) -> None:
+        """The node does not answer: ask it last for a while."""
         self._avoided[node] = time.monotonic() + AVOIDED_S
 
     def forget(self, ledger: str) -> None:

@@ -51,6 +51,10 @@ RETRY_S: Final = 0.5
 CALL_S: Final = 2.0
 """How long a node may take to answer one request."""
 
+SILENT_S: Final = CALL_S + RETRY_S
+"""How long a recovery waits for an answer at least, if other partitions wait for its thread: every node has had its
+time to answer."""
+
 _WHY: Final = {
     FENCED: "a later recovery of it has begun",
     CHANGED: "another process has changed its record",
@@ -81,10 +85,12 @@ class Recoverer:
         epoch: int,
         check: Callable[[], None] = lambda: None,
         confirmed: int = -1,
+        is_crowded: Callable[[], bool] = lambda: False,
     ) -> None:
         """check: raises an error once the broker has given the partition up; the recovery is then ended. confirmed: the
-        last entry that this broker has confirmed as the ledger's writer."""
-        self._broker, self._topic, self._check = broker, topic, check
+        last entry that this broker has confirmed as the ledger's writer. is_crowded: whether others wait for the
+        thread; the recovery then ends after SILENT_S without an answer, and is begun again later."""
+        self._broker, self._topic, self._check, self._is_crowded = broker, topic, check, is_crowded
         self._decided = abandonment_of(broker.registry, record)
         nodes = () if self._decided is None else self._decided.nodes
         self._core = Recovery(record, version, epoch, abandoned=nodes, confirmed=confirmed)
@@ -96,6 +102,8 @@ class Recoverer:
         asks again for what is late. Without this set, each retry would occupy one more thread of `Broker.crew` with a
         node that hangs, and the commits of other partitions would wait for these threads. Each operation on the set is
         atomic."""
+        self._problem = ""
+        """What has failed that is no answer of a node, while it fails."""
 
     def run(self) -> Closed:
         """Recover the ledger. Raises PartitionUnavailable if too few nodes answer within `recovery_s`, or if another
@@ -109,15 +117,18 @@ class Recoverer:
             BROKER_RECOVERY.of(outcome).observe(time.monotonic() - began)
 
     def _run(self) -> Closed:
-        until = time.monotonic() + self._broker.settings.recovery_s
+        heard_at = time.monotonic()
+        until = heard_at + self._broker.settings.recovery_s
         self._offer()
         self._do(self._core.start())
         while self._core.stopped is None:
             self._check()
             try:
                 step = self._steps.get(timeout=RETRY_S)
+                heard_at = time.monotonic()
             except queue.Empty:
-                if time.monotonic() > until:
+                now = time.monotonic()
+                if now > until or (now - heard_at > SILENT_S and self._is_crowded()):
                     raise PartitionUnavailable(f"ledger {self._ledger}", self._waits_for()) from None
                 if self._decided != abandonment_of(self._broker.registry, self._core.record):
                     raise PartitionUnavailable(
@@ -147,6 +158,8 @@ class Recoverer:
 
     def _waits_for(self) -> str:
         """Why the recovery does not end, as the end of a message."""
+        if self._problem:
+            return self._problem
         entry, answers = self._core.awaited()
         if entry is None:
             return f"too few of its storage nodes can be fenced: {', '.join(sorted(answers))} do not answer"
@@ -196,6 +209,8 @@ class Recoverer:
                     self._add(action)
                 case Measure(last):
                     if self._is_first(*_MEASURE):
+                        for silent in {node for node, _ in self._asked.copy() if node}:
+                            self._broker.reader.avoid(silent)
                         self._broker.crew.submit(self._measure, last)
                 case NeedSpares() | Closed() | Stopped():
                     pass  # `run` offers spares with each retry, and reads the outcome from `stopped`
@@ -280,14 +295,16 @@ class Recoverer:
 
     def _measure(self, last: int) -> None:
         try:
-            index = self._broker.reader.index_upto(self._core.record, last)
+            index = self._broker.reader.index_upto(self._core.record, last, CALL_S)
         except PxrsError as error:
             _logger.info("recovery of ledger %s: %s", self._ledger, error)
+            self._problem = f"the length of its entries is not known: {error}"
             if self._core.record.abandoned:  # some entries are lost, and their length is unknown
                 self._tell(self._core.measured, last, 0)
             return  # `retry` asks again
         finally:
             self._asked.discard(_MEASURE)
+        self._problem = ""
         self._tell(self._core.measured, last, index.bytes)
 
     def _commit(self, change: Change) -> None:
@@ -305,7 +322,9 @@ class Recoverer:
             self._tell(self._core.conflicted, record, 0 if found is None else found.version)
         except (OutcomeUnknown, RegistryUnavailable) as error:
             _logger.warning("the record of ledger %s may not be written, trying again: %s", self._ledger, error)
+            self._problem = f"its record may not be written: {error}"
             time.sleep(RETRY_S)
             self._tell(self._core.unknown)
         else:
+            self._problem = ""
             self._tell(self._core.committed, version)

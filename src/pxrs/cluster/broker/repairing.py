@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from pxrs.cluster import records
 from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.opened import NodeCount
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.copies import Action, CopyEntry, Ended, ListEntries, Repair, Repaired
 from pxrs.cluster.ledgers import LedgerRecord
@@ -66,8 +67,9 @@ class Ledgers(Protocol):
     def fields(self) -> dict[str, Json]:
         """The fields of the event that say what the ledger belongs to."""
 
-    def repaired(self, record: LedgerRecord) -> None:
-        """The record of the ledger is this one now."""
+    def repaired(self, record: LedgerRecord, counted: Mapping[str, NodeCount]) -> None:
+        """The record of the ledger is this one now, unless a storage node has changed it since the repair has written
+        it. counted: as for `OwnedPartition.look_again`, from the beginning of the repair."""
 
 
 class PartitionLedgers:
@@ -94,8 +96,9 @@ class PartitionLedgers:
         topic = self.topic.topic
         return {"topic": topic.name, "topic_id": topic.id, "partition": self._partition.partition}
 
-    def repaired(self, record: LedgerRecord) -> None:
+    def repaired(self, record: LedgerRecord, counted: Mapping[str, NodeCount]) -> None:
         self._partition.repaired(record)
+        self._partition.look_again(record.named, counted)
 
 
 class Repairer:

@@ -43,12 +43,14 @@ from pxrs.cluster.broker.view import Place
 from pxrs.cluster.copies import Ended, Repaired, is_repairable, needs_repair, urgency
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import ledgers_prefix
-from pxrs.errors import Closed, InvalidPlacement, PxrsError
+from pxrs.errors import Closed, InvalidPlacement, PxrsError, RegistryCorrupt
 from pxrs.events.recording import Recorder
+from pxrs.limited_log import LimitedLog
 from pxrs.metrics.instruments import BROKER_LACKING, BROKER_REPAIR_FAILED, BROKER_REPAIRING, BROKER_REPAIRS
 from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
+_log: Final = LimitedLog(_logger, records_max=1)
 
 PARTITION: Final = "partition"
 STAGED: Final = "staged"
@@ -187,27 +189,38 @@ class Repairs:
         node's ledgers again after it may have done so: after each change of its count, and after each of its starts,
         which may have lost the count."""
         now = counts(self._broker.view.seen.alive)
-        self._staged.read_again({node for node, count in now.items() if self._counted.get(node, count) != count})
+        self._staged.read_again({node for node, count in now.items() if self._counted.get(node) != count})
         self._counted |= now
         for place, partition in partitions.items():
-            changed = {node for node, count in now.items() if partition.counted.get(node) != count}
+            before = partition.counted
+            changed = {node for node, count in now.items() if before.get(node) != count}
             known = {record.id: record for record in partition.chain if record.is_complete and record.named & changed}
             if known:
-                for entry in self._broker.registry.scan(ledgers_prefix(*place)):
-                    record = LedgerRecord.parse(entry.key, entry.value)
+                for record in self._records(place):
                     if record.id in known and record.is_closed and record != known[record.id]:
                         partition.repaired(record)
-            partition.counted = {**partition.counted, **now}
+            partition.note_counts(before, now)
+
+    def _records(self, place: Place) -> Iterator[LedgerRecord]:
+        """The ledgers of a partition, without those whose record is damaged: each of these is logged once."""
+        for entry in self._broker.registry.scan(ledgers_prefix(*place)):
+            try:
+                yield LedgerRecord.parse(entry.key, entry.value)
+            except RegistryCorrupt as error:
+                _log.log(entry.key, logging.ERROR, "a ledger gets no copies any more: %s", error)
 
     def _live(self) -> frozenset[str]:
         seen = self._broker.view.seen
         news = self._presence.look(seen.alive, seen.retired, seen.nodes, time.monotonic())
         if self._broker.membership.incarnation == min(seen.brokers, default=""):  # only one broker records these events
-            self._decisions.look()
             for node, away_s in news.lost:
                 self._recorder.record("node.lost", node=node, seconds=round(away_s, 1))
             for node, away_s in news.returned:
                 self._recorder.record("node.returned", node=node, seconds=round(away_s, 1))
+            try:
+                self._decisions.look()
+            except RegistryCorrupt as error:
+                _log.log("decisions", logging.ERROR, "the decisions of operators cannot be recorded: %s", error)
         return news.live
 
     def _lacking(
@@ -249,7 +262,7 @@ class Repairs:
             entry = self._broker.registry.get(known.key)
             if entry is None:
                 return  # removed by retention, with its topic, or because the staged rows were published
-            record = LedgerRecord.parse(entry.key, entry.value)
+            record, counted = LedgerRecord.parse(entry.key, entry.value), counts(self._broker.view.seen.alive)
             repairer = Repairer(self._broker, owner, record, entry.version, live, spares)
             with self._lock:
                 if self._is_closed:
@@ -258,7 +271,7 @@ class Repairs:
             ended = repairer.run()
             if isinstance(ended, Ended) and self._broker.registry.get(known.key) is None:
                 return  # the same, while it was repaired: no failure
-            owner.repaired(repairer.record)
+            owner.repaired(repairer.record, counted)
             is_done = isinstance(ended, Repaired) and not ended.shortages
             self._tell(owner, record, repairer, ended, time.monotonic() - began)
         except PxrsError as error:

@@ -15,6 +15,7 @@ from typing import Final
 
 from pxrs.cluster import staged
 from pxrs.cluster.broker.context import Broker
+from pxrs.cluster.broker.opened import NodeCount, counts
 from pxrs.cluster.ledgers import LedgerRecord
 from pxrs.cluster.records import TopicRecord
 from pxrs.cluster.staged import StagedFile, StagedName
@@ -81,11 +82,13 @@ class StagedLedgers:
         """By id. What was staged for a topic that is not among them is removed, and gets no copies."""
         return {record.topic.id: record for record, _ in self._broker.view.seen.topics.values()}
 
-    def repaired(self, record: LedgerRecord) -> None:
+    def repaired(self, record: LedgerRecord, counted: Mapping[str, NodeCount]) -> None:
         with self._lock:
             file = self._files.get(record.id)
             if file is not None:
                 file.record = record
+        now = counts(self._broker.view.seen.alive)
+        self.read_again({node for node in record.named if now.get(node) != counted.get(node)})
 
     def read_again(self, nodes: Set[str]) -> None:
         """These storage nodes may have found that they lack entries: read the records again that say that every node
@@ -166,5 +169,5 @@ class StagedOwner:
         topic = self._topic.topic
         return {"topic": topic.name, "topic_id": topic.id, "query": self._name.query, "batch": self._name.batch}
 
-    def repaired(self, record: LedgerRecord) -> None:
-        self._ledgers.repaired(record)
+    def repaired(self, record: LedgerRecord, counted: Mapping[str, NodeCount]) -> None:
+        self._ledgers.repaired(record, counted)

@@ -2,7 +2,7 @@
 
     how long it has not been opened       pause between the beginnings of two tries
     up to QUICK_S, as in a fail-over      RETRY_S
-    longer                                doubles, up to RETRY_S_MAX
+    longer                                doubles, up to RETRY_S_MAX, or UNHEARD_S_MAX if nodes were not heard
 
 A try that took longer than the pause is followed by the next one after RETRY_S: a recovery waits for storage nodes
 itself. A change of what the tries depend on, the storage nodes and the decisions of operators, causes a try at once,
@@ -17,6 +17,8 @@ from typing import Final
 
 RETRY_S: Final = 0.5
 RETRY_S_MAX: Final = 10.0
+UNHEARD_S_MAX: Final = 2.0
+"""Nothing tells that a storage node can be reached again that was alive all the time."""
 QUICK_S: Final = 3.0
 _NEVER: Final = float("inf")
 
@@ -49,14 +51,14 @@ class Tries:
         self._began, self._grounds, self._next = now, grounds, _NEVER
         self.count += 1
 
-    def failed(self, now: float, *, starts_anew: bool = False) -> float:
+    def failed(self, now: float, pause_s_max: float = RETRY_S_MAX, *, starts_anew: bool = False) -> float:
         """The try has failed. Returns how long to wait before the next one. starts_anew: the pauses begin anew."""
         assert self._since is not None
         if starts_anew:
             self._since = None
             self._pause_s = RETRY_S
         elif now - self._since >= QUICK_S:
-            self._pause_s = min(self._pause_s * 2, RETRY_S_MAX)
+            self._pause_s = min(self._pause_s * 2, pause_s_max)
         self._next = max(now + RETRY_S, self._began + self._pause_s)
         return self._next - now
 

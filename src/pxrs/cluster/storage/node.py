@@ -189,7 +189,8 @@ class StorageNode:
     def load(self) -> Load:
         free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
-            damaged = len(self._reader.damaged) + sum(not each.is_torn for each in self.journal.lost)
+            damaged = len(self._reader.damaged) + self._reader.is_overflowing
+            damaged += sum(not each.is_torn for each in self.journal.lost)
             # A ledger of staged rows that is not closed is recovered by nobody.
             doubts = sum(not ledger.startswith(staged.LEDGER) for ledger in self.index.doubts)
             return Load(
@@ -250,6 +251,11 @@ class StorageNode:
             for ledger, entry in self._reader.damaged:
                 found.setdefault(ledger, set()).add(entry)
         return found
+
+    def forget_overflow(self) -> bool:
+        """See `EntryReader.forget_overflow`."""
+        with self.lock:
+            return self._reader.forget_overflow()
 
     def verify(self, ledger: str, entry: int) -> None:
         """Read an entry, to find out whether it is damaged."""

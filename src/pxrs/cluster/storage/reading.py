@@ -17,7 +17,7 @@ from pxrs.log.batch import HEADER_BYTES, read_header
 
 _logger = logging.getLogger(__name__)
 
-DAMAGED_MAX: Final = 10_000
+DAMAGED_MAX: Final = 100_000
 
 
 class Found(NamedTuple):
@@ -43,6 +43,9 @@ class EntryReader:
         self.damaged: dict[tuple[str, int], int] = {}
         """By ledger and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX. If such an
         entry is added again, the node writes it again."""
+        self.is_overflowing = False
+        """Whether a damaged entry was found that `damaged` has no room for. It is found again when all segments are
+        read again."""
 
     def read(
         self, ledger: str, entries: range, present: set[int], max_bytes: int, *, heads: bool, is_in_doubt: bool
@@ -83,8 +86,11 @@ class EntryReader:
                     if now is None or now.position != place.position:
                         continue  # compaction has moved it, or its ledger was removed
                     is_known = self.damaged.get((ledger, entry)) == place.position
-                    if is_damage and len(self.damaged) < DAMAGED_MAX:
-                        self.damaged[ledger, entry] = place.position
+                    if is_damage and not is_known:
+                        if len(self.damaged) < DAMAGED_MAX:
+                            self.damaged[ledger, entry] = place.position
+                        else:
+                            self.is_overflowing = True
                 if not is_known:
                     _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
                 return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
@@ -95,6 +101,13 @@ class EntryReader:
         if found.error is None:
             with self._lock:
                 self.damaged.pop((ledger, entry), None)
+
+    def forget_overflow(self) -> bool:
+        """Whether more damaged entries were found than are remembered, and half of those are repaired: then all
+        segments are to be read again, to find the others. The caller holds the lock."""
+        is_over = self.is_overflowing and len(self.damaged) <= DAMAGED_MAX // 2
+        self.is_overflowing &= not is_over
+        return is_over
 
     def _read_heads(self, ledger: str, place: Place) -> bytes:
         """The headers of the frames of an entry, one after the other, each verified."""

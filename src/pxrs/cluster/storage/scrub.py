@@ -11,6 +11,7 @@ found.
                                               (`collecting`)
     another live record in a damaged range    it is written again, from memory
     a damaged range without live records      it is recorded (`removed.LOST`), so that the next start passes over it
+    more damaged entries than are remembered  when half of those have copies again, all segments are read again
 
 A node that is started before a damaged range is free of live records finds the range itself, and is in doubt (C7).
 """
@@ -124,6 +125,8 @@ class Scrubber:
     def step(self) -> int:
         """Check the next piece. Returns how many bytes were read; 0 if the round is over. Raises OSError, PxrsError."""
         node, place = self._node, self.place
+        if node.forget_overflow():
+            place.position = 0
         with node.lock:
             sealed = [(base, node.journal.segment_end(base)) for base in node.journal.bases[:-1]]
             sealed = [each for each in sealed if each[1] > place.position]
