@@ -13,7 +13,7 @@ import stat
 import sys
 import uuid
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -230,6 +230,14 @@ def replace_file(path: str, data: bytes, *, is_durable: bool = False, mode: int 
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+UNREADABLE: Final = tuple(
+    getattr(errno, name)
+    for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EREMOTEIO", "EILSEQ")
+    if hasattr(errno, name)
+)
+"""The errors of a read of what the disk or the file system has damaged."""
 
 
 def with_checksum(text: str) -> bytes:

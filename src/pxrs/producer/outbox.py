@@ -121,7 +121,7 @@ class Outbox:
         """The batches that have no result yet."""
         self.counted = 0
         """Bytes of `ready`, `in_hand` and `sent`, and of the messages in the open chunk that are not small."""
-        self.lingers_since = 0.0
+        self.lingers_since = time.monotonic()
         """A moment of the monotonic clock: nothing in the open chunk was added before it."""
         self.taken_serial = self.settled_serial = 0
         """The serial up to which the background thread has taken everything; up to which everything has its result."""

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import pytest
 from pxrs.cluster import records
 from pxrs.cluster.ledgers import Fragment, Joining, LedgerRecord, Quorum
 from pxrs.cluster.records import NodeRecord, OwnerRecord, node_key, owner_key
-from pxrs.cluster.storage import journal, mark, opening
+from pxrs.cluster.storage import identity, journal, mark, opening
 from pxrs.cluster.storage.collecting import Collector
 from pxrs.cluster.storage.core import Mark, proven_end
 from pxrs.cluster.storage.format import Kind, Record, decode, encode, seed_of
@@ -25,9 +26,11 @@ from pxrs.cluster.storage.journal import Journal
 from pxrs.cluster.storage.mark import MarkFile
 from pxrs.cluster.storage.node import NodeSettings, StorageNode
 from pxrs.cluster.storage.registration import Registration
+from pxrs.cluster.storage.room import Room
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import LedgerRemoved, RegistryUnavailable
+from pxrs.errors import ClusterError, Conflict, LedgerRemoved, NodeFull, RegistryUnavailable
 from pxrs.log.directory.segments.files import pread
+from pxrs.log.directory.segments.writing import OpenSegment
 from pxrs.registry.contract import Registry
 from tests.unit.cluster.stored import TOPIC, add, entry, stored
 
@@ -85,6 +88,13 @@ def node_record(registry: Registry, node: str) -> NodeRecord:
 
 def collector(registry: Registry, found: Started) -> Collector:
     return Collector(registry, found.node, found.cluster, found.starts, StorageLimits())
+
+
+def flip(path: Path, at: int) -> None:
+    """Damage one bit."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 def answers(node: StorageNode, of: LedgerRecord, last: int = 3) -> str:
@@ -212,8 +222,10 @@ def test_a_start_that_ends_before_its_doubt_is_durable_is_in_doubt_again(
         assert answers(found.node, first) == "+???"
 
 
+@pytest.mark.parametrize("part", ["end", "body"])
+@pytest.mark.parametrize("step", [(identity, "_register"), (StorageNode, "begin_doubt"), (Journal, "keep_lost")])
 def test_c7_a_torn_range_stays_torn_if_the_start_that_found_it_ends_before_it_is_listed(
-    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, part: str, step: tuple[object, str]
 ) -> None:
     """Rot would make the node refuse writers, and the advice would be to check a sound disk."""
     with started(folder, registry) as found:
@@ -222,21 +234,110 @@ def test_c7_a_torn_range_stays_torn_if_the_start_that_found_it_ends_before_it_is
         assert add(found.node, entry(0, first.id)) == [None]
         assert add(found.node, entry(1, first.id)) == [None]
     (segment,) = (folder / "node" / "journal").glob("*.log")
-    os.truncate(segment, segment.stat().st_size - 8)
+    if part == "end":
+        os.truncate(segment, segment.stat().st_size - 8)
+    else:
+        flip(segment, segment.stat().st_size - 10)
     lose_mark(folder)
 
     def fail(*given: object) -> None:
         raise RegistryUnavailable("the process is killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "keep_lost", fail)
-        with pytest.raises(RegistryUnavailable), started(folder, registry):
-            pass
+        patch.setattr(*step, fail)
+        for _ in range(2):
+            with pytest.raises(RegistryUnavailable), started(folder, registry):
+                pass
     for _ in range(2):
         with started(folder, registry) as found:
             assert [each.is_torn for each in found.node.journal.lost] == [True]
             assert found.node.refuses is None
             assert answers(found.node, first) == "+???"
+
+
+@pytest.mark.parametrize("has_stopped", [False, True])
+def test_rot_stays_rot_if_the_start_that_found_it_ends_before_it_is_recorded(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, *, has_stopped: bool
+) -> None:
+    """The mark, which tells that the damaged range was synced, is gone then. The end that a stop has recorded is not,
+    and proves nothing."""
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+        record, end = node_record(registry, found.node.id), found.node.journal.end
+    if has_stopped:
+        registry.commit(put={node_key(found.node.id): replace(record, stopped_at=end).dump()})
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    flip(segment, 20)
+
+    def fail(*given: object) -> None:
+        raise RegistryUnavailable("the process is killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "_register", fail)
+        with pytest.raises(RegistryUnavailable), started(folder, registry):
+            pass
+    for _ in range(2):
+        with started(folder, registry) as found:
+            assert [each.is_torn for each in found.node.journal.lost] == [False]
+            assert "the disk has damaged" in str(found.node.refuses)
+            assert answers(found.node, first) == "????"
+
+
+def test_c9_more_than_the_registry_knows_of_a_stop_is_no_proof(folder: Path, registry: Registry) -> None:
+    """The registry was put back to a copy from after a stop, and a power loss has torn what came later."""
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+        key = node_key(found.node.id)
+        record, end = node_record(registry, found.node.id), found.node.journal.end
+    registry.commit(put={key: replace(record, journal_end=end, stopped_at=end).dump()})
+    copy = registry.get(key)
+    assert copy is not None
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert add(found.node, entry(1, first.id), entry(2, first.id)) == [None, None]
+    registry.commit(put={key: copy.value})
+    segment = max((folder / "node" / "journal").glob("*.log"))
+    os.truncate(segment, segment.stat().st_size - 8)
+    with started(folder, registry) as found:
+        assert not found.node.is_proven
+        assert answers(found.node, first) == "++??"
+
+
+def test_c9_a_machine_that_was_put_back_to_an_earlier_state_is_no_longer_the_node(
+    folder: Path, registry: Registry
+) -> None:
+    """Its memory, disk and mark are those of before. Only the registry knows that there was more."""
+    with started(folder, registry) as found:
+        key = node_key(found.node.id)
+        registration = Registration(registry, found.node, found.starts, ADDRESS, StorageLimits(), print)
+        record = node_record(registry, found.node.id)
+        registry.commit(put={key: replace(record, journal_end=found.node.journal.end + 80).dump()})
+        with pytest.raises(ClusterError, match="put back to an earlier state"):
+            registration._record()
+        assert node_record(registry, found.node.id).journal_end == found.node.journal.end + 80
+        before = found.node.id
+    with started(folder, registry) as found:
+        assert found.node.id != before, "the next start is that of a new node"
+
+
+def test_an_entry_of_the_last_batch_that_cannot_be_read_is_told_after_the_start(
+    folder: Path, registry: Registry
+) -> None:
+    """The start is proven, and the segment is not sealed, so scrubbing does not come by."""
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    flip(segment, segment.stat().st_size - 10)
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert found.node.load.damaged == 1
+        assert answers(found.node, first, 0) == "!"
 
 
 # What the disk cannot read.
@@ -530,6 +631,82 @@ def test_c7_a_damaged_node_takes_entries_again_when_it_lacks_nothing(folder: Pat
         assert found.node.is_proven
         assert found.node.refuses is None
         assert stored(found.node, first.id, 7) == [*range(8)]
+
+
+def test_c7_a_ledger_whose_record_changes_again_and_again_counts_as_not_compared(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(folder, registry) as found:
+        lacking = ledger(0, found.node.id).closed(0, 1, size=0, stored_at=0, is_complete=False)
+        put(registry, lacking)
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        collecting, before = collector(registry, found), record_of(registry, lacking)[1]
+
+        def conflict(*given: object, **named: object) -> None:
+            raise Conflict([lacking.key])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(registry, "commit", conflict)
+            collecting.settle()
+        assert found.node.is_unchecked
+        assert record_of(registry, lacking)[1] == before
+        collecting.settle()
+        assert record_of(registry, lacking)[1] > before, "a repair that counts on its entry must not complete it"
+        assert not found.node.is_unchecked
+
+
+def test_c7_an_entry_that_a_repair_is_writing_again_is_not_forgotten(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector has read the ledger's record before the repair has named the node."""
+    with started(folder, registry) as found:
+        first = ledger(0).closed(0, 1, size=0, stored_at=0, is_complete=True)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    flip(segment, segment.stat().st_size - 10)
+    with started(folder, registry) as found:
+        assert answers(found.node, first, 0) == "!"
+        read, sync = registry.get, OpenSegment.sync
+        is_added, is_synced = threading.Event(), threading.Event()
+
+        def slow_read(key: str) -> object:
+            entry_read = read(key)
+            if key == first.key:
+                assert found.node.page(first.id, -1, 10).places == [], "the repair looks what is there"
+                monkeypatch.setattr(OpenSegment, "sync", slow_sync)
+                found.node.add([entry(0, first.id, recovery=1)], 0, lambda number, error: is_added.set())
+            return entry_read
+
+        def slow_sync(self: OpenSegment) -> None:
+            assert is_synced.wait(30)
+            sync(self)
+
+        monkeypatch.setattr(registry, "get", slow_read)
+        collector(registry, found).settle()
+        is_synced.set()
+        assert is_added.wait(30)
+        assert answers(found.node, first, 0) == "+"
+
+
+def test_a_damaged_segment_is_cleaned_only_if_that_leaves_the_reserve(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        first = ledger(0, found.node.id)
+        for number in range(8):
+            assert add(found.node, entry(number, first.id)) == [None]
+    flip(sorted((folder / "node" / "journal").glob("*.log"))[1], 20)
+    with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
+        collecting, end = collector(registry, found), found.node.journal.end
+        with monkeypatch.context() as patch:
+            patch.setattr(Room, "free_bytes", 400)
+            with pytest.raises(NodeFull, match="too little room to copy"):
+                collecting.settle()
+        assert found.node.journal.end == end
+        collecting.settle()
+        assert found.node.refuses is None
 
 
 # What is stored.

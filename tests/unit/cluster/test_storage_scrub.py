@@ -14,7 +14,7 @@ from pxrs.cluster.storage.identity import Started
 from pxrs.cluster.storage.scrub import Scrubber
 from pxrs.registry.contract import Registry
 from tests.unit.cluster.stored import LEDGER, add, entry, stored
-from tests.unit.cluster.test_storage_doubt import collector, ledger, put, record_of, started
+from tests.unit.cluster.test_storage_doubt import BadPages, collector, flip, ledger, put, record_of, started
 
 OTHER = LEDGER.replace("/0/0", "/1/0")
 
@@ -29,14 +29,6 @@ def filled(folder: Path, registry: Registry) -> Iterator[tuple[Started, list[Pat
             if number == 1:
                 found.node.fence(OTHER, 3)
         yield found, sorted((folder / "node" / "journal").glob("*.log"))
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def a_round(found: Started, folder: Path) -> Scrubber:
@@ -70,16 +62,32 @@ def test_all_damaged_entries_get_a_copy_although_there_are_more_than_the_node_re
     with filled(folder, registry) as (found, segments):
         for segment, at in ((0, 160), (0, 2 * 160), (1, 160)):
             flip(segments[segment], at - 10)
-        scrubber = a_round(found, folder)
-        assert len(scrubber.place.damaged) == 2
-        assert found.node.load.damaged == 3, "there are more"
-        for _, number in scrubber.place.damaged:
+        scrubber = Scrubber(found.node, folder, 1 << 30)
+        while found.node.load.damaged < 3:  # two of them, and that there are more
+            assert scrubber.step()
+        ((_, known),) = found.node.damaged_entries().items()
+        assert known == {0, 1}
+        for number in known:
             assert add(found.node, entry(number, recovery=0)) == [None]
         assert found.node.load.damaged == 1, "the node knows that it does not know all"
-        ((_, last),) = a_round(found, folder).place.damaged
+        while scrubber.step():
+            pass
+        ((_, (last,)),) = found.node.damaged_entries().items()
         assert add(found.node, entry(last, recovery=0)) == [None]
         assert found.node.load.damaged == 0
         assert stored(found.node, last=7) == [*range(8)]
+
+
+def test_a_page_that_the_disk_cannot_read_damages_no_more_than_what_is_in_it(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filled(folder, registry) as (found, segments):
+        page = (160 + 100) // 64  # of the body of entry 1
+        with BadPages(segments[0], frozenset({page})).in_use(monkeypatch):
+            scrubber = a_round(found, folder)
+        assert scrubber.place.damaged == [(LEDGER, 1)]
+        assert not found.node.journal.lost
+        assert found.node.refuses is None
 
 
 def test_a_damaged_header_is_found_and_what_it_held_is_written_elsewhere(folder: Path, registry: Registry) -> None:

@@ -151,25 +151,34 @@ class Collector:
             node.checked()
             self._compared.clear()
         if node.journal.lost and not node.load.doubts and not node.is_unchecked and self._compare_all() == 0:
+            problem: PxrsError | OSError | None = None
             for base in {node.index.segment_of(each.begin) for each in node.journal.lost}:
-                self._clean_damaged(base)
+                try:
+                    self._clean_damaged(base)
+                except (PxrsError, OSError) as error:  # others may still be cleaned
+                    problem = error
             node.journal.forget_missing()
+            if problem is not None:
+                raise problem
             if not node.journal.lost:
                 _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
 
-    def _each(self, ledger: str, act: Callable[[str, tuple[LedgerRecord, int] | None], None]) -> None:
-        """Call `act` with a ledger, and with what `_record_of` returns. The other ledgers do not wait for one whose
-        record is damaged, or is changed meanwhile: the next look tries it again."""
+    def _each(self, ledger: str, act: Callable[[str, tuple[LedgerRecord, int] | None, int], None]) -> None:
+        """Call `act` with a ledger, with what `_record_of` returns, and with the ledger's mark from before. The other
+        ledgers do not wait for one whose record is damaged, or is changed meanwhile: the next look tries it again."""
         if self._is_closing.is_set():
             return
         try:
-            act(ledger, self._record_of(ledger))
+            with self._node.lock:
+                state = self._node.core.state(ledger)
+                mark = 0 if state is None else state.touched
+            act(ledger, self._record_of(ledger), mark)
         except RegistryCorrupt as error:
             self._tell_corrupt(LedgerName.of_id(ledger).key, error)
         except Conflict:
             _logger.debug("the record of ledger %s was changed while it was compared", ledger)
 
-    def _end_doubt(self, ledger: str, found: tuple[LedgerRecord, int] | None) -> None:
+    def _end_doubt(self, ledger: str, found: tuple[LedgerRecord, int] | None, _: int) -> None:
         if found is not None:
             if not found[0].is_closed:
                 return
@@ -177,15 +186,16 @@ class Collector:
         self._node.end_doubt(ledger)
         _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
 
-    def _compare_damaged(self, ledger: str, found: tuple[LedgerRecord, int] | None) -> None:
+    def _compare_damaged(self, ledger: str, found: tuple[LedgerRecord, int] | None, mark: int) -> None:
         """Compare a ledger of which the node has damaged entries."""
         entries = self._node.damaged_entries().get(ledger, set())
         if found is None:
-            self._node.forget_damaged(ledger, entries)
+            self._node.forget_damaged(ledger, entries, mark)
             self._told.pop(ledger, None)
         elif found[0].is_closed:
-            # Entries that the record does not assign to the node are needed by nobody.
-            self._node.forget_damaged(ledger, entries - set(self._entries_of(found[0])))
+            if all(each.node != self._node.id for each in found[0].joining):
+                # Entries that the record does not assign to the node are needed by nobody.
+                self._node.forget_damaged(ledger, entries - set(self._entries_of(found[0])), mark)
             self._compare(*found, is_news=not entries <= self._told.get(ledger, set()))
             self._told[ledger] = entries
 
@@ -210,21 +220,29 @@ class Collector:
                 record, version = LedgerRecord.parse(entry.key, entry.value), entry.version
                 if not record.is_closed or self._node.id not in record.named:
                     continue
-                for left in reversed(range(TRIES)):
-                    try:
-                        count += self._compare(record, version, is_news=is_news and record.id not in self._compared)
-                        break
-                    except Conflict:  # a repair has changed it since
-                        again = self._record_of(record.id) if left else None
-                        if again is None or not again[0].is_closed:
-                            is_sure = is_sure and left > 0
-                            break
-                        record, version = again
+                lacks = self._compare_again(record, version, is_news=is_news and record.id not in self._compared)
+                if lacks is None:
+                    is_sure = False
+                    continue
+                count += lacks
                 if is_news:
                     self._compared.add(record.id)
             except RegistryCorrupt as error:  # the others are compared nevertheless
                 self._tell_corrupt(entry.key, error)
         return count if is_sure else None
+
+    def _compare_again(self, record: LedgerRecord, version: int, *, is_news: bool) -> bool | None:
+        """As `_compare`, with the record as it is now if it was changed meanwhile. False if the ledger is gone; None if
+        it was changed again and again."""
+        for _ in range(TRIES):
+            try:
+                return self._compare(record, version, is_news=is_news)
+            except Conflict:  # a repair has changed it since
+                again = self._record_of(record.id)
+                if again is None or not again[0].is_closed:
+                    return False
+                record, version = again
+        return None
 
     def _entries_of(self, record: LedgerRecord) -> Iterator[int]:
         """The entries that the record of a closed ledger assigns to this node."""
@@ -255,6 +273,10 @@ class Collector:
         with self._node.lock:
             if base == self._node.journal.bases[-1]:
                 return
+            live = self._node.journal.segment_end(base) - base - self._node.index.dead[base]
+        if live > self._node.load.free_bytes // 2:
+            why = f"the disk has too little room to copy {live:,} bytes of a damaged segment, which is kept until then"
+            raise NodeFull(self._node.id, why)
         self._kept.discard(base)
         self._copy(base)
         self._unlink(base)

@@ -269,7 +269,8 @@ def _start(
         mark = None if marks is None else MarkFile(marks, decided.node)
         if not decided.is_new:
             before = None if entry is None else NodeRecord.parse(entry.key, entry.value)
-            node = _open(directory, decided.node, settings, proven_end(before, None if mark is None else mark.read()))
+            proof = proven_end(before, None if mark is None else mark.read())
+            node = _open(directory, decided.node, settings, proof, is_stop=_has_stopped(before))
             stack.callback(node.close)
             decided = _decide(cookie, entry, cluster, node.journal.end)
         if decided.is_new:
@@ -293,6 +294,9 @@ def _start(
             node = _open(directory, decided.node, settings)
             stack.callback(node.close)
         assert node is not None
+        if not node.is_proven:
+            # First of all: without the mark, and behind new segments, the next start could not tell what was torn.
+            node.journal.keep_found()
         if mark is not None:
             stack.callback(mark.close)
             if node.is_proven:
@@ -377,7 +381,7 @@ def _start_read_only(
     why = f"the disk is full, and the node serves what it has: {disk.explain(full, directory.path)}"
     assert cookie is not None
     proof = proven_end(registered, None if marks is None else MarkFile(marks, cookie.node).read())
-    node = StorageNode(cookie.node, directory.journal, settings, why, proof)
+    node = StorageNode(cookie.node, directory.journal, settings, why, proof, is_stop=_has_stopped(registered))
     if _decide(cookie, entry, cluster, node.journal.end).is_new:
         node.close()
         raise full
@@ -391,9 +395,20 @@ def _decide(cookie: Cookie | None, entry: Entry | None, cluster: str, journal_en
     return decide_start(cookie, registered, cluster, journal_end, uuid.uuid4().hex)
 
 
-def _open(directory: Directory, node: str, settings: NodeSettings | None, proof: int | None = None) -> StorageNode:
+def _has_stopped(registered: NodeRecord | None) -> bool:
+    return registered is not None and registered.stopped_at is not None
+
+
+def _open(
+    directory: Directory,
+    node: str,
+    settings: NodeSettings | None,
+    proof: int | None = None,
+    *,
+    is_stop: bool = False,
+) -> StorageNode:
     disk.make_folders(Path(directory.journal))
-    return StorageNode(node, directory.journal, settings, proof=proof)
+    return StorageNode(node, directory.journal, settings, proof=proof, is_stop=is_stop)
 
 
 def _bar_tries(registry: Registry, entry: Entry, wait: StartWait) -> Entry:

@@ -130,6 +130,8 @@ class Journal:
         self._removed = opened.gone
         self.lost = opened.lost
         """The damaged ranges, which hold no records. Replaced under `lock`."""
+        self._lists = threading.Lock()
+        """Held while one of the lists of `removed` is replaced: the scrubber and the collector do that."""
         self._active = opened.active
         self._files: OrderedDict[int, OpenSegment] = OrderedDict()
         """Sealed segments that are open for readers, the most recently used last."""
@@ -327,6 +329,10 @@ class Journal:
 
     def lose(self, begin: int, end: int) -> None:
         """Record that a range without live records is damaged. Raises OSError."""
+        with self._lists:
+            self._lose(begin, end)
+
+    def _lose(self, begin: int, end: int) -> None:
         with self.lock:
             if not any(base <= begin < self.segment_end(base) for base in self.bases[:-1]):
                 return  # the segment was unlinked meanwhile
@@ -364,15 +370,16 @@ class Journal:
             os.unlink(f"{self.folder}/{UNCHECKED}")
 
     def keep_found(self) -> None:
-        """Called before the doubt about the damaged ranges that the start has found is journaled. If the process ends
-        before `keep_lost`, the next start knows which of them were torn. Raises OSError."""
+        """Write down the damaged ranges that a start has found, before anything else that it writes: if it ends before
+        `keep_lost`, the next start passes over them. Raises OSError."""
         removed.write_lost(self.folder, self.lost, removed.FOUND)
 
     def keep_lost(self) -> None:
         """Make the damaged ranges durable that the start has found: later starts pass over them. Called when the doubt
         about them is journaled. Raises OSError."""
-        removed.write_lost(self.folder, self.lost)
-        removed.write(self.folder, self._removed)  # it may have been damaged itself
+        with self._lists:
+            removed.write_lost(self.folder, self.lost)
+            removed.write(self.folder, self._removed)  # it may have been damaged itself
         removed.forget_found(self.folder)
 
     def unlink(self, base: int) -> None:
@@ -398,6 +405,10 @@ class Journal:
 
     def _remove(self, part: tuple[int, int]) -> None:
         """Record that the node needs nothing of this range. Raises OSError."""
+        with self._lists:
+            self._drop(part)
+
+    def _drop(self, part: tuple[int, int]) -> None:
         gone = removed.merged([*self._removed, part])
         removed.write(self.folder, gone)  # before the file is unlinked: see `removed`
         left = [each for each in self.lost if not (part[0] <= each.begin and each.end <= part[1])]

@@ -120,10 +120,12 @@ class StorageNode:
         settings: NodeSettings | None = None,
         read_only: str | None = None,
         proof: int | None = None,
+        *,
+        is_stop: bool = False,
     ) -> None:
         """folder: the folder of the journal, which must exist. read_only: why the node writes nothing at all, not even
-        a fence; None if it may. proof: the position up to which the journal was synced, if that is known
-        (`opening`). Raises OSError."""
+        a fence; None if it may. proof, is_stop: the position up to which the journal was synced, if that is known, and
+        whether that is where the node has stopped (`open_journal`). Raises OSError."""
         self.id, self.seed = node, seed_of(node)
         self.read_only = read_only
         self._settings = settings or NodeSettings()
@@ -132,7 +134,9 @@ class StorageNode:
         bases: list[int] = []
         self.index = Index(self.core, bases)
         is_read_only = read_only is not None
-        opened = open_journal(folder, seed_of(node), self.index.replay, bases, proof, is_read_only=is_read_only)
+        opened = open_journal(
+            folder, seed_of(node), self.index.replay, bases, proof, is_stop=is_stop, is_read_only=is_read_only
+        )
         self.index.end_replay()
         self.is_proven = opened.is_proven
         """Whether it is certain that the journal has everything that was acknowledged. If not, the node answers that
@@ -163,6 +167,8 @@ class StorageNode:
         self.recorded_end = -1
         """The end of the journal that the registry has, as this process has recorded it; -1: not yet."""
         self._reader = EntryReader(node, self.core, self.journal, self.lock)
+        for record in opened.unreadable:
+            self.verify(record.ledger, record.entry)
         self.look_at_room()
         for gauge, read in _GAUGES:
             gauge.watch(self, read)
@@ -210,7 +216,6 @@ class StorageNode:
         """After a start in doubt, before the node answers anything: journal what it does not know (C7). Returns when
         that is durable. unclosed, highest: as for `NodeCore.begin_doubt`. Raises NodeFull, NodeUnreachable, OSError."""
         self.journal.keep_unchecked()
-        self.journal.keep_found()
         with self.lock:
             for item in self.core.begin_doubt(unclosed, highest):
                 if isinstance(item, DoubtItem):
@@ -293,10 +298,14 @@ class StorageNode:
         if not self.entries_within(begin, end):
             self.journal.lose(begin, end)
 
-    def forget_damaged(self, ledger: str, entries: Iterable[int]) -> None:
-        """Nobody needs these damaged entries any more: the node does not have them from now on."""
+    def forget_damaged(self, ledger: str, entries: Iterable[int], mark: int) -> None:
+        """Nobody needs these damaged entries any more: the node does not have them from now on. mark: the ledger's
+        `touched` from before its record was read. If a request has touched it since, nothing is done: a repair may be
+        writing the entries again."""
         with self.lock:
             state = self.core.state(ledger)
+            if state is not None and state.touched != mark:
+                return
             for entry in entries:
                 if self._is_damaged(ledger, entry) and state is not None:
                     self.index.drop(ledger, entry)

@@ -17,7 +17,8 @@ follow from the journal. `proof` is the position up to which everything was sync
 
 The caller has to journal the doubt (`NodeCore.begin_doubt`), and then records the damaged ranges (`removed.LOST`), so
 that later starts pass over them. A range is "torn" if it is in the last batch and no proof covers it: a power loss
-leaves such ranges on a sound disk. Any other range is rot, and so is a page that the disk cannot read.
+leaves such ranges on a sound disk. Any other range is rot, and so is a page that the disk cannot read. A start that
+ends before that leaves the ranges in `removed.FOUND`: the next one passes over them too, and is in doubt again.
 
 It is not known whether the last batch was synced: the process may have ended after a failed sync, and a later sync of
 the same file can report success although the kernel has dropped the pages (L3). So the last batch is written again, to
@@ -79,6 +80,8 @@ class Opened:
     this one has found."""
     is_proven: bool
     """Whether everything that was acknowledged is there, apart from ranges that earlier starts have recorded."""
+    unreadable: list[Record]
+    """The records of the last batch that were synced once, and whose bodies cannot be read."""
 
 
 class Damaged(NamedTuple):
@@ -88,25 +91,32 @@ class Damaged(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the disk has answered with an error, which no power loss causes."""
+        return isinstance(self.error.__cause__, OSError)
+
 
 def open_journal(
-    folder: str, seed: int, apply: Apply, bases: list[int], proof: int | None = None, *, is_read_only: bool = False
+    folder: str,
+    seed: int,
+    apply: Apply,
+    bases: list[int],
+    proof: int | None = None,
+    *,
+    is_stop: bool = False,
+    is_read_only: bool = False,
 ) -> Opened:
     """Read the journal in this folder, which must exist, and begin a new segment. Raises OSError.
 
     apply: called with every record, in order. bases: an empty list, to which the bases of the segments are added before
-    `apply` is called. proof: see the module's docstring. is_read_only: write nothing, and begin no segment; there must
-    be one."""
+    `apply` is called. proof: see the module's docstring. is_stop: whether the proof is that of a stop in order, after
+    which nothing is appended. If there is more, the registry that has the proof is an older copy. is_read_only: write
+    nothing, and begin no segment; there must be one."""
     for name in os.listdir(folder):
         if name.endswith(NEW):
             os.unlink(f"{folder}/{name}")
-    gone, lost = removed.read(folder), removed.read_lost(folder)
-    found: list[Damaged] = []
-    """Damage of what was synced once."""
-    for name, known in ((removed.FILE, gone), (removed.LOST, lost)):
-        if known is None:
-            found.append(Damaged(DamagedFrame(f"{folder}/{name}", 0, "the checksum of the list does not match"), 0, 0))
-    gone, lost = gone or [], lost or []
+    gone, lost, unlisted, found = _lists(folder)
     bases += _present(folder, gone, is_read_only=is_read_only)
     _drop_unused(folder, bases, lost, is_read_only=is_read_only)
     found += _missing(folder, gone, lost, bases)
@@ -121,9 +131,9 @@ def open_journal(
     if not bases:
         active, begin = _begin_again(folder, 0, 0, None, gone[-1][1] if gone else 0)
         bases.append(begin)
-        return Opened(active, begin, bases, gone, lost, not found and not gone and not proof)
+        return Opened(active, begin, bases, gone, lost, not (found or gone or proof or unlisted), [])
     last = _LastSegment(folder, bases[-1], seed, lost, apply, found)
-    is_proven = proof is not None and last.is_whole_upto(proof) and not found
+    is_proven = last.proves(proof, is_stop=is_stop) and not (found or unlisted)
     torn: list[Damaged] = []
     if is_proven or not last.damaged(proof):
         if is_read_only:
@@ -138,7 +148,7 @@ def open_journal(
                 apply(record)
     else:
         active, end, damaged = last.sealed(proof, is_read_only=is_read_only)
-        torn = [each for each in damaged if proof is None or each.begin >= proof]
+        torn = [each for each in damaged if (proof is None or each.begin >= proof) and not each.is_unreadable]
         found += [each for each in damaged if each not in torn]
         if bases[-1] != active.base:
             bases.append(active.base)
@@ -149,8 +159,6 @@ def open_journal(
         disk.sync_folder(folder)
         bases.append(known_end)
         end = known_end
-    torn += _torn_before(folder, found)
-    found = [each for each in found if each not in torn]
     for each in [*found, *torn]:
         _logger.error("the journal is damaged: %s", each.error)
     lost = [
@@ -158,13 +166,21 @@ def open_journal(
         *(Lost(each.begin, each.end, False) for each in found if each.end),
         *(Lost(each.begin, each.end, True) for each in torn),
     ]
-    return Opened(active, end, bases, gone, sorted(lost), is_proven)
+    return Opened(active, end, bases, gone, sorted(lost), is_proven, last.unreadable(proof))
 
 
-def _torn_before(folder: str, found: Sequence[Damaged]) -> list[Damaged]:
-    """The ranges that were torn when an earlier start found them, which ended before it had listed them."""
-    torn = [each for each in removed.read_lost(folder, removed.FOUND) or [] if each.is_torn]
-    return [each for each in found if any(of.begin <= each.begin < each.end <= of.end for of in torn)]
+def _lists(folder: str) -> tuple[removed.Ranges, list[Lost], bool, list[Damaged]]:
+    """The removed ranges; the damaged ones; whether some of these are not listed for good, because a start ended before
+    that; and the lists that are damaged. Raises OSError."""
+    gone, lost = removed.read(folder), removed.read_lost(folder)
+    found = [
+        Damaged(DamagedFrame(f"{folder}/{name}", 0, "the checksum of the list does not match"), 0, 0)
+        for name, known in ((removed.FILE, gone), (removed.LOST, lost))
+        if known is None
+    ]
+    listed = lost or []
+    unlisted = [each for each in removed.read_lost(folder, removed.FOUND) or [] if each not in listed]
+    return gone or [], sorted([*listed, *unlisted]), bool(unlisted), found
 
 
 def _present(folder: str, gone: removed.Ranges, *, is_read_only: bool) -> list[int]:
@@ -234,13 +250,13 @@ def _readable(descriptor: int, size: int, at: int, path: str) -> bytes:
     for each in _pages(descriptor, size, at):
         if isinstance(each, OSError):
             if not data:
-                raise DamagedFrame(path, at, f"the disk cannot read it: {each}")
+                raise DamagedFrame(path, at, f"the disk cannot read it: {each}") from each
             break
         data += each
     return data
 
 
-def _or_zeros(descriptor: int, size: int, at: int) -> bytes:
+def read_or_zeros(descriptor: int, size: int, at: int) -> bytes:
     """The bytes of a file from a place on, with zeros for the pages that the disk cannot read. No record begins with
     zeros, and no checksum matches a page of them."""
     data = bytearray()
@@ -256,14 +272,14 @@ def _pages(descriptor: int, size: int, at: int) -> Iterator[bytes | OSError]:
         yield pread(descriptor, size, at)
         return
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno not in disk.UNREADABLE:
             raise
     end = at + size
     while at < end:
         try:
             data = pread(descriptor, min(_page_end(at), end) - at, at)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in disk.UNREADABLE:
                 raise
             yield error
         else:
@@ -282,10 +298,14 @@ def read_body(descriptor: int, path: str, base: int, record: Record) -> bytes:
     if not record.body_bytes:
         return b""
     at = record.position - base
-    body = _readable(descriptor, record.body_bytes, at + record.header_bytes, path)
+    try:
+        body = pread(descriptor, record.body_bytes, at + record.header_bytes)
+    except OSError as error:
+        if error.errno not in disk.UNREADABLE:
+            raise
+        raise DamagedFrame(path, at, f"the disk cannot read it: {error}") from error
     if len(body) < record.body_bytes:
-        why = f"{record.body_bytes - len(body):,} bytes of the record cannot be read, or are behind the end of the file"
-        raise DamagedFrame(path, at, why)
+        raise DamagedFrame(path, at, f"the file ends {record.body_bytes - len(body):,} bytes before the record does")
     if xxhash.xxh3_64_intdigest(body) != record.checksum:
         raise DamagedFrame(path, at, "the checksum of the record's body does not match")
     return body
@@ -296,7 +316,7 @@ def _next(descriptor: int, at: int, size: int, base: int, seed: int, path: str) 
     size = min(size, os.fstat(descriptor).st_size)
     begin = (at // ALIGNMENT + 1) * ALIGNMENT
     while begin < size:
-        piece = memoryview(_or_zeros(descriptor, min(COPY_BYTES, size - begin), begin))
+        piece = memoryview(read_or_zeros(descriptor, min(COPY_BYTES, size - begin), begin))
         found = find_record(piece, 0, base + begin, seed, path)
         if found is not None:
             return begin + found
@@ -365,6 +385,11 @@ class _LastSegment:
     def _parts(self, begin: int) -> Iterator[Record | Damaged]:
         return parts(self._file.descriptor, self._path, self.base, begin, self._end, self._seed, self._lost)
 
+    def unreadable(self, proof: int | None) -> list[Record]:
+        """The records of the last batch before `proof` whose body cannot be read."""
+        batch = [each for each in self._batch if isinstance(each, Record)]
+        return [each for each in batch if each.position < (proof or 0) and each.position in self._unreadable]
+
     def _without_body(self) -> dict[int, Damaged]:
         """By position: the records of the last batch whose body is damaged or incomplete."""
         found = {}
@@ -376,8 +401,10 @@ class _LastSegment:
                     found[each.position] = Damaged(error, each.position, each.position + each.size)
         return found
 
-    def is_whole_upto(self, proof: int) -> bool:
-        """Whether the headers of all records before this position are there."""
+    def proves(self, proof: int | None, *, is_stop: bool) -> bool:
+        """Whether the headers of all records before `proof` are there, and nothing that contradicts it."""
+        if proof is None or (is_stop and self._end > proof):
+            return False
         first = next((each.begin for each in self._batch if isinstance(each, Damaged)), self._end)
         return proof <= first
 
@@ -458,7 +485,7 @@ def _begin_again(folder: str, begin: int, end: int, last: int | None, base: int)
             source = os.open(segment_path(folder, last), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for at in range(begin, end, COPY_BYTES):
-                    piece = _or_zeros(source, min(COPY_BYTES, end - at), at - last)
+                    piece = read_or_zeros(source, min(COPY_BYTES, end - at), at - last)
                     pwrite_all(descriptor, [piece], at - begin)
             finally:
                 os.close(source)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from pxrs import disk
 from pxrs.cluster.ledgers import EntryHead
 from pxrs.cluster.storage.core import NodeCore
 from pxrs.cluster.storage.index import UNSYNCED, Place, entries_of
@@ -79,7 +80,7 @@ class EntryReader:
                     )
                 return Found(entry, place.head, body)
             except (DamagedFrame, OSError) as error:
-                is_damage = isinstance(error, DamagedFrame) or error.errno in (errno.EIO, errno.ENOENT)
+                is_damage = isinstance(error, DamagedFrame) or error.errno in (errno.ENOENT, *disk.UNREADABLE)
                 with self._lock:
                     state = self._core.state(ledger)
                     now = None if state is None else entries_of(state).find(entry)

@@ -151,6 +151,13 @@ class Registration:
                 f"another process was started as this node ({record.address}, start {record.starts}; this process is "
                 f"start {self._starts}), so one directory is a copy of the other; run only one of the two",
             )
+        with self._node.lock:
+            end = self._node.journal.end
+        if record.journal_end > end:  # this process alone has recorded it
+            raise self._replaced(
+                f"its journal ends at {end:,} and had {record.journal_end:,} bytes, so the machine was put back to an "
+                "earlier state"
+            )
         if (record.state == RETIRED) != self._is_retired:
             self._is_retired, self._shown = not self._is_retired, None
             _logger.warning("the node was retired" if self._is_retired else "the node is in use again")

@@ -13,7 +13,6 @@ its copies again; then the segment is compacted and unlinked, and the range leav
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 from collections.abc import Iterable
@@ -24,8 +23,8 @@ from pxrs import disk
 FILE: Final = "removed"
 LOST: Final = "lost"
 FOUND: Final = "found"
-"""The damaged ranges that a start has found, until they are in the second list. A start that ends in between is not the
-last one that saw the end of the journal, from which a torn range is told."""
+"""The damaged ranges that a start has found, until they are in the second list: the next start cannot tell any more
+which of them are torn, and takes a torn body, which no header tells of, for an entry."""
 Ranges = list[tuple[int, int]]
 """Half-open ranges of positions in the journal, in rising order and not adjacent."""
 
@@ -86,7 +85,7 @@ def _read(path: str) -> list[Any] | None:
     except UnicodeDecodeError:
         return None
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno not in disk.UNREADABLE:
             raise
         return None
     return None if text is None else list(json.loads(text))

@@ -33,8 +33,8 @@ import xxhash
 from pxrs import disk
 from pxrs.cluster.storage.format import HEADER_BYTES_MAX, Kind, Record, decode, find_record
 from pxrs.cluster.storage.node import StorageNode
+from pxrs.cluster.storage.opening import PAGE_BYTES, read_or_zeros
 from pxrs.errors import Closed, DamagedFrame, PxrsError
-from pxrs.log.directory.segments.files import pread
 from pxrs.metrics.instruments import STORAGE_SCRUB_ENDED, STORAGE_SCRUB_LEFT, STORAGE_SCRUBBED
 from pxrs.waiting import start_thread
 
@@ -131,7 +131,7 @@ class Scrubber:
             sealed = [(base, node.journal.segment_end(base)) for base in node.journal.bases[:-1]]
             sealed = [each for each in sealed if each[1] > place.position]
         if not sealed:
-            if place.position and time.time() - place.began_at < self._round_s:
+            if place.position and 0 <= time.time() - place.began_at < self._round_s:
                 return 0
             place.ended_at, place.position = time.time(), 0
             place.began_at = place.ended_at
@@ -141,11 +141,13 @@ class Scrubber:
         begin = max(place.position, base)
         try:
             size = self._check(base, begin, end)
-        except FileNotFoundError as error:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, *disk.UNREADABLE):
+                raise
             with node.lock:
                 is_needed = base in node.journal.bases
             if is_needed:  # else the node has unlinked it meanwhile
-                self._lose(DamagedFrame(str(error.filename), 0, "the segment is missing"), base, end)
+                self._lose(DamagedFrame(str(error.filename), 0, f"the segment cannot be opened: {error}"), base, end)
             place.position = end
             return 0
         place.position = begin + size
@@ -162,15 +164,8 @@ class Scrubber:
         limit = min([end, *(each.begin for each in node.journal.lost if each.begin > begin)])
         segment = node.journal.segment(base)
         length = min(PIECE_BYTES, limit - begin)
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(segment.descriptor, begin - base, length, os.POSIX_FADV_DONTNEED)
-        try:
-            data = memoryview(pread(segment.descriptor, length, begin - base))
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            self._lose(DamagedFrame(segment.path, begin - base, f"{error}"), begin, begin + length)
-            return length
+        _drop_cache(segment.descriptor, begin - base, length)
+        data = memoryview(read_or_zeros(segment.descriptor, length, begin - base))
         at = 0
         while at < length:
             try:
@@ -190,6 +185,7 @@ class Scrubber:
             if at + record.size > length:
                 if at:
                     return at  # the next piece begins with this record
+                _drop_cache(segment.descriptor, begin - base, record.size)
                 self._check_entry(record, None)
                 return record.size
             self._check_entry(record, data[body : body + record.body_bytes])
@@ -198,9 +194,8 @@ class Scrubber:
 
     def _is_lasting(self, descriptor: int, position: int, base: int, path: str) -> bool:
         """Whether the header of the record at this position is damaged if it is read a second time."""
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(descriptor, position - base, HEADER_BYTES_MAX, os.POSIX_FADV_DONTNEED)
-        data = memoryview(pread(descriptor, HEADER_BYTES_MAX, position - base))
+        _drop_cache(descriptor, position - base, HEADER_BYTES_MAX)
+        data = memoryview(read_or_zeros(descriptor, HEADER_BYTES_MAX, position - base))
         try:
             decode(data, position - base, base, self._node.seed, path)
         except DamagedFrame:
@@ -231,6 +226,14 @@ class Scrubber:
         except OSError as error:
             # Nothing is lost: the next process checks some segments again.
             _logger.warning("how far the segments were checked cannot be written: %s", disk.explain(error, self._path))
+
+
+def _drop_cache(descriptor: int, at: int, size: int) -> None:
+    """Have the next read of these bytes come from the medium."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        begin = at // PAGE_BYTES * PAGE_BYTES  # a page of which only a part is named stays
+        end = -(-(at + size) // PAGE_BYTES) * PAGE_BYTES
+        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def _load(path: Path) -> Place:
