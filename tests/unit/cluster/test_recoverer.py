@@ -24,7 +24,7 @@ from pxrs.cluster.broker.view import Seen, View
 from pxrs.cluster.ledgers import EntryHead, Fragment, LedgerRecord, Quorum
 from pxrs.cluster.records import AliveNode, TopicRecord
 from pxrs.cluster.storage.core import NodeCore
-from pxrs.errors import ClusterError, NodeUnreachable
+from pxrs.errors import ClusterError, NodeUnreachable, PartitionUnavailable
 from pxrs.model import Topic
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.testing.waiting import aside, eventually
@@ -44,6 +44,7 @@ class Node:
         self.is_away = False
         self.hangs_until: threading.Event | None = None
         self.calls = 0
+        self.has_shown_index = False
         for entry in entries:
             self.core.add("t/0/0", entry, head(entry), -1, None)
 
@@ -69,7 +70,8 @@ class Node:
             for entry in range(first, last + 1)
         ]
 
-    def index(self, ledger: str, after: int, limit: int) -> IndexPage:
+    def index(self, ledger: str, after: int, limit: int, timeout_s: float | None) -> IndexPage:
+        self.has_shown_index = True
         reply = self.ask(lambda: self.core.index(ledger, after, limit))
         return IndexPage([(entry, head(entry)) for entry in reply.entries], reply.lac, None, False)
 
@@ -110,10 +112,10 @@ class Scene:
         alive = {name: AliveNode("h:1", 1) for name, node in self.nodes.items() if not node.is_away}
         self.broker.view.seen = Seen(alive=alive)
 
-    def recoverer(self, *fragments: Fragment) -> Recoverer:
+    def recoverer(self, *fragments: Fragment, is_crowded: bool = False) -> Recoverer:
         record = LedgerRecord("t", 0, 0, 1, self.topic.quorum, 0, fragments)
         version = self.broker.registry.commit(put={record.key: record.dump()})[record.key]
-        return Recoverer(self.broker, self.topic, record, version, 1)
+        return Recoverer(self.broker, self.topic, record, version, 1, is_crowded=lambda: is_crowded)
 
 
 @contextmanager
@@ -172,5 +174,31 @@ def test_a_node_that_hangs_holds_one_thread_for_each_question() -> None:
             assert hung.calls == 1, "the fence"
             gone.is_away = False
             assert running.result().record.last == 0
+        finally:
+            hung.hangs_until.set()
+
+
+def test_p5_a_recovery_that_hears_nothing_makes_room_for_others_if_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the partitions that wait for one node would keep all others from being opened."""
+    monkeypatch.setattr(recovering, "SILENT_S", 0.05)
+    nodes = [Node("a", 0), away("b"), away("c")]
+    with scene(nodes, Quorum(3, 3, 2)) as found:
+        monkeypatch.setattr(Node, "fence", lambda *given: threading.Event().wait(0.2))  # none of them answers in time
+        fragment = Fragment(0, ("a", "b", "c"))
+        with pytest.raises(PartitionUnavailable, match="do not answer"):
+            found.recoverer(fragment, is_crowded=True).run()
+
+
+def test_p5_a_recovery_reads_the_index_from_nodes_that_have_answered_it() -> None:
+    """The one that hangs would be asked first, and would cost the recovery its time."""
+    hung = Node("a")
+    hung.hangs_until = threading.Event()
+    with scene([hung, Node("b", 0), Node("c", 0)], Quorum(3, 3, 2)) as found:
+        running = aside(found.recoverer(Fragment(0, ("a", "b", "c"))).run)
+        try:
+            assert running.result().record.last == 0
+            assert not hung.has_shown_index
         finally:
             hung.hangs_until.set()

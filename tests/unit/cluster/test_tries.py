@@ -8,17 +8,17 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from pxrs.cluster.broker.tries import QUICK_S, RETRY_S, RETRY_S_MAX, Tries
+from pxrs.cluster.broker.tries import QUICK_S, RETRY_S, RETRY_S_MAX, UNHEARD_S_MAX, Tries
 
 
-def failing(tries: Tries, seconds: float, *, took_s: float = 0.0) -> list[float]:
+def failing(tries: Tries, seconds: float, *, took_s: float = 0.0, pause_s_max: float = RETRY_S_MAX) -> list[float]:
     """Tries that fail, from now on for so long: when each began."""
     now, begun = 0.0, []
     while now < seconds:
         assert tries.may_begin(now, "nodes")
         tries.begin(now, "nodes")
         begun.append(now)
-        now += took_s + tries.failed(now + took_s)
+        now += took_s + tries.failed(now + took_s, pause_s_max)
     return begun
 
 
@@ -29,6 +29,11 @@ def test_tries_are_quick_at_first_and_then_back_off_to_a_bound() -> None:
     assert begun[6] == QUICK_S
     assert pauses[6:11] == [1.0, 2.0, 4.0, 8.0, 10.0]
     assert pauses[-1] == RETRY_S_MAX
+
+
+def test_tries_that_hear_nothing_from_nodes_are_repeated_soon_for_as_long_as_it_takes() -> None:
+    begun = failing(Tries(), 60, pause_s_max=UNHEARD_S_MAX)
+    assert max(after - before for before, after in itertools.pairwise(begun)) == UNHEARD_S_MAX
 
 
 def test_nothing_begins_during_a_try_or_before_its_time() -> None:
