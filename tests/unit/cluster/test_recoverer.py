@@ -186,6 +186,7 @@ def test_p5_a_recovery_that_hears_nothing_makes_room_for_others_if_there_are_any
     nodes = [Node("a", 0), away("b"), away("c")]
     with scene(nodes, Quorum(3, 3, 2)) as found:
         monkeypatch.setattr(Node, "fence", lambda *given: threading.Event().wait(0.2))  # none of them answers in time
+        object.__setattr__(found.broker.settings, "recovery_s", 600.0)
         fragment = Fragment(0, ("a", "b", "c"))
         with pytest.raises(PartitionUnavailable, match="do not answer"):
             found.recoverer(fragment, is_crowded=True).run()
@@ -195,10 +196,10 @@ def test_p5_a_recovery_reads_the_index_from_nodes_that_have_answered_it() -> Non
     """The one that hangs would be asked first, and would cost the recovery its time."""
     hung = Node("a")
     hung.hangs_until = threading.Event()
-    with scene([hung, Node("b", 0), Node("c", 0)], Quorum(3, 3, 2)) as found:
+    with scene([hung, Node("b", 0, 1), Node("c", 0, 1)], Quorum(3, 3, 2)) as found:
         running = aside(found.recoverer(Fragment(0, ("a", "b", "c"))).run)
         try:
-            assert running.result().record.last == 0
+            assert running.result().record.last == 1
             assert not hung.has_shown_index
         finally:
             hung.hangs_until.set()
