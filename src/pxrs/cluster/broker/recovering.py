@@ -97,6 +97,10 @@ class Recoverer:
         self._ledger = record.id
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()
         """Calls of the core's methods, queued by other threads when answers arrive, and made by the thread in `run`."""
+        self._heard_at = time.monotonic()
+        """When a node or the registry has last answered."""
+        self._is_busy = False
+        """Whether a commit or a `Measure` is under way, which is not silence."""
         self._asked: set[tuple[str, int | str]] = set()
         """Questions that are not answered: the node, and the entry that is read, or `_FENCE`; or `_MEASURE`. The core
         asks again for what is late. Without this set, each retry would occupy one more thread of `Broker.crew` with a
@@ -117,18 +121,16 @@ class Recoverer:
             BROKER_RECOVERY.of(outcome).observe(time.monotonic() - began)
 
     def _run(self) -> Closed:
-        heard_at = time.monotonic()
-        until = heard_at + self._broker.settings.recovery_s
+        self._heard_at = time.monotonic()
+        until = self._heard_at + self._broker.settings.recovery_s
         self._offer()
         self._do(self._core.start())
         while self._core.stopped is None:
             self._check()
             try:
                 step = self._steps.get(timeout=RETRY_S)
-                heard_at = time.monotonic()
             except queue.Empty:
-                now = time.monotonic()
-                if now > until or (now - heard_at > SILENT_S and self._is_crowded()):
+                if time.monotonic() > until or (self._is_silent and self._is_crowded()):
                     raise PartitionUnavailable(f"ledger {self._ledger}", self._waits_for()) from None
                 if self._decided != abandonment_of(self._broker.registry, self._core.record):
                     raise PartitionUnavailable(
@@ -155,6 +157,10 @@ class Recoverer:
                 nodes=list(closed.record.doubted),
             )
         return closed
+
+    @property
+    def _is_silent(self) -> bool:
+        return not self._is_busy and time.monotonic() - self._heard_at > SILENT_S
 
     def _waits_for(self) -> str:
         """Why the recovery does not end, as the end of a message."""
@@ -201,6 +207,7 @@ class Recoverer:
                     if self._is_first(node, entry):
                         reads.append(action)
                 case Change():
+                    self._is_busy = True
                     self._broker.crew.submit(self._commit, action)
                 case FenceNode(node, number):
                     if self._is_first(node, _FENCE):
@@ -209,6 +216,7 @@ class Recoverer:
                     self._add(action)
                 case Measure(last):
                     if self._is_first(*_MEASURE):
+                        self._is_busy = True
                         for silent in {node for node, _ in self._asked.copy() if node}:
                             self._broker.reader.avoid(silent)
                         self._broker.crew.submit(self._measure, last)
@@ -228,6 +236,8 @@ class Recoverer:
     # On threads of `Broker.crew`.
 
     def _tell(self, step: Callable[..., list[RecoveryAction]], *arguments: object, **named: object) -> None:
+        if step != self._core.failed:
+            self._heard_at = time.monotonic()
         self._steps.put(functools.partial(step, *arguments, **named))
 
     def _failed(self, node: str, error: PxrsError) -> None:
@@ -304,10 +314,17 @@ class Recoverer:
             return  # `retry` asks again
         finally:
             self._asked.discard(_MEASURE)
+            self._is_busy = False
         self._problem = ""
         self._tell(self._core.measured, last, index.bytes)
 
     def _commit(self, change: Change) -> None:
+        try:
+            self._write(change)
+        finally:
+            self._is_busy = False
+
+    def _write(self, change: Change) -> None:
         key = change.record.key
         registry = self._broker.registry
         try:

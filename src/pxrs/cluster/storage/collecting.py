@@ -24,6 +24,7 @@ segment is unlinked when they are synced.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -145,8 +146,12 @@ class Collector:
         node = self._node
         for ledger in node.doubts():
             self._each(ledger, self._end_doubt)
-        for ledger in node.damaged_entries():
-            self._each(ledger, self._compare_damaged)
+        damaged = node.damaged_entries()
+        self._told = {
+            ledger: self._told[ledger] & entries for ledger, entries in damaged.items() if ledger in self._told
+        }
+        for ledger, entries in damaged.items():
+            self._each(ledger, functools.partial(self._compare_damaged, entries))
         if node.is_unchecked and self._compare_all(is_news=True) is not None:
             node.checked()
             self._compared.clear()
@@ -186,9 +191,10 @@ class Collector:
         self._node.end_doubt(ledger)
         _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
 
-    def _compare_damaged(self, ledger: str, found: tuple[LedgerRecord, int] | None, mark: int) -> None:
+    def _compare_damaged(
+        self, entries: set[int], ledger: str, found: tuple[LedgerRecord, int] | None, mark: int
+    ) -> None:
         """Compare a ledger of which the node has damaged entries."""
-        entries = self._node.damaged_entries().get(ledger, set())
         if found is None:
             self._node.forget_damaged(ledger, entries, mark)
             self._told.pop(ledger, None)

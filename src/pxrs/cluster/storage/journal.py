@@ -156,6 +156,12 @@ class Journal:
             self._is_closed = True
             self._wake.notify()
         self._thread.join()
+        if self.is_broken and not self._is_read_only:
+            # Nothing of the failed write may be read by the next start, nor look as if the node had gone on.
+            try:
+                self._active.cut(self.end - self.bases[-1])
+            except OSError as error:
+                _logger.warning("a failed write could not be cut off, so the next start is in doubt: %s", error)
         self._active.close()
         self._files.clear()
 

@@ -195,7 +195,7 @@ class StorageNode:
     def load(self) -> Load:
         free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
-            damaged = len(self._reader.damaged) + self._reader.is_overflowing
+            damaged = self._reader.damaged_count + self._reader.is_overflowing
             damaged += sum(not each.is_torn for each in self.journal.lost)
             # A ledger of staged rows that is not closed is recovered by nobody.
             doubts = sum(not ledger.startswith(staged.LEDGER) for ledger in self.index.doubts)
@@ -244,18 +244,14 @@ class StorageNode:
         with self.lock:
             state = self.core.state(ledger)
             numbers = () if state is None else entries_of(state).numbers()
-            known = [entry for owner, entry in self._reader.damaged if owner == ledger]
-            damaged = {entry for entry in known if self._is_damaged(ledger, entry)}
+            damaged = {entry for entry in self._reader.damaged.get(ledger, ()) if self._is_damaged(ledger, entry)}
         found = set(numbers) - damaged  # without the lock: a ledger may have a million entries
         return any(entry not in found for entry in entries)
 
     def damaged_entries(self) -> dict[str, set[int]]:
         """By ledger: the entries that the node has and cannot read."""
-        found: dict[str, set[int]] = {}
         with self.lock:
-            for ledger, entry in self._reader.damaged:
-                found.setdefault(ledger, set()).add(entry)
-        return found
+            return {ledger: set(entries) for ledger, entries in self._reader.damaged.items()}
 
     def forget_overflow(self) -> bool:
         """See `EntryReader.forget_overflow`."""
@@ -309,7 +305,7 @@ class StorageNode:
             for entry in entries:
                 if self._is_damaged(ledger, entry) and state is not None:
                     self.index.drop(ledger, entry)
-                self._reader.damaged.pop((ledger, entry), None)
+                self._reader.forget(ledger, entry)
 
     @property
     def is_unsettled(self) -> bool:
@@ -375,7 +371,8 @@ class StorageNode:
     def _is_damaged(self, ledger: str, entry: int) -> bool:
         """Whether a read has found the stored entry damaged at its current position, so that it must be written
         again."""
-        position = self._reader.damaged.get((ledger, entry)) if self._reader.damaged else None
+        entries = self._reader.damaged.get(ledger)
+        position = None if entries is None else entries.get(entry)
         state = None if position is None else self.core.state(ledger)
         place = None if state is None else entries_of(state).find(entry)
         return place is not None and place.position == position
@@ -477,7 +474,7 @@ class StorageNode:
     def lacking(self) -> list[str]:
         """The ledgers that are in doubt, or of which the node has damaged entries."""
         with self.lock:
-            return sorted({*self.core.doubts(), *(ledger for ledger, _ in self._reader.damaged)})
+            return sorted({*self.core.doubts(), *self._reader.damaged})
 
     def ledgers(self) -> list[tuple[str, int]]:
         """Every ledger of which the node has data, each with the mark that `remove` needs."""
@@ -503,8 +500,7 @@ class StorageNode:
                 return False
             record = Record(Kind.REMOVED, ledger, offset=HERE, rows=int(has_partition))
             undo = functools.partial(self._restore, ledger, state)
-            for key in [key for key in self._reader.damaged if key[0] == ledger]:
-                del self._reader.damaged[key]
+            self._reader.forget(ledger)
             wait = self._wait_for(Write(record, (), _ignore, undo, entries_of(state)))
         wait()
         return True
@@ -549,7 +545,7 @@ class StorageNode:
                     self.index.void(write.record, write.removes)
                 self.index.written(write.record)
                 if write.record.kind is Kind.ENTRY and self._reader.damaged:
-                    self._reader.damaged.pop((write.record.ledger, write.record.entry), None)
+                    self._reader.forget(write.record.ledger, write.record.entry)
                 entries += write.undo is not None and write.record.kind is Kind.ENTRY
         STORAGE_ENTRIES.of().add(entries)
 

@@ -179,7 +179,11 @@ def _lists(folder: str) -> tuple[removed.Ranges, list[Lost], bool, list[Damaged]
         if known is None
     ]
     listed = lost or []
-    unlisted = [each for each in removed.read_lost(folder, removed.FOUND) or [] if each not in listed]
+    unlisted = [
+        each
+        for each in removed.read_lost(folder, removed.FOUND) or []
+        if each not in listed and not removed.is_within(gone or [], each.begin)
+    ]
     return gone or [], sorted([*listed, *unlisted]), bool(unlisted), found
 
 
@@ -230,12 +234,20 @@ def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int)
     at, piece_bytes = begin, PIECE_BYTES
     while at < end:
         start, wanted = at, min(piece_bytes, end - at)
-        piece = memoryview(_readable(descriptor, wanted, start, path))
+        data, unread = _readable(descriptor, wanted, start)
+        if unread is not None and not data:
+            raise DamagedFrame(path, at, f"the disk cannot read it: {unread}") from unread
+        piece = memoryview(data)
         if not piece:
             raise DamagedFrame(path, at, f"the file ends {end - at:,} bytes before the segment does")
         is_last = len(piece) < wanted or start + len(piece) >= end
         while at - start < len(piece) and (is_last or at - start + HEADER_BYTES_MAX <= len(piece)):
-            record = decode(piece[at - start : at - start + HEADER_BYTES_MAX], at, base, seed, path)
+            try:
+                record = decode(piece[at - start : at - start + HEADER_BYTES_MAX], at, base, seed, path)
+            except DamagedFrame as error:
+                if len(piece) - (at - start) < HEADER_BYTES_MAX:  # the rest of it may be what cannot be read
+                    raise error from unread
+                raise
             if at + record.size > end or record.body_bytes > BODY_BYTES_MAX:
                 raise DamagedFrame(path, at, "the record is longer than what is left of the segment")
             yield record
@@ -243,17 +255,14 @@ def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int)
             piece_bytes = PIECE_BYTES if record.size < PIECE_BYTES else HEADER_BYTES_MAX
 
 
-def _readable(descriptor: int, size: int, at: int, path: str) -> bytes:
-    """The bytes of a file from a place on, up to the first page that the disk cannot read. Raises DamagedFrame if that
-    is the first one."""
+def _readable(descriptor: int, size: int, at: int) -> tuple[bytes, OSError | None]:
+    """The bytes of a file from a place on, up to the first page that the disk cannot read, and the error of that."""
     data = b""
     for each in _pages(descriptor, size, at):
         if isinstance(each, OSError):
-            if not data:
-                raise DamagedFrame(path, at, f"the disk cannot read it: {each}") from each
-            break
+            return data, each
         data += each
-    return data
+    return data, None
 
 
 def read_or_zeros(descriptor: int, size: int, at: int) -> bytes:

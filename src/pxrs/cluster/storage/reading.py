@@ -41,9 +41,11 @@ class EntryReader:
     def __init__(self, node: str, core: NodeCore, journal: Journal, lock: threading.Lock) -> None:
         """lock: guards the core."""
         self._node, self._core, self._journal, self._lock = node, core, journal, lock
-        self.damaged: dict[tuple[str, int], int] = {}
-        """By ledger and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX. If such an
+        self.damaged: dict[str, dict[int, int]] = {}
+        """By ledger, none of which is empty, and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX. If such an
         entry is added again, the node writes it again."""
+        self.damaged_count = 0
+        """How many entries `damaged` has."""
         self.is_overflowing = False
         """Whether a damaged entry was found that `damaged` has no room for. It is found again when all segments are
         read again."""
@@ -86,12 +88,9 @@ class EntryReader:
                     now = None if state is None else entries_of(state).find(entry)
                     if now is None or now.position != place.position:
                         continue  # compaction has moved it, or its ledger was removed
-                    is_known = self.damaged.get((ledger, entry)) == place.position
+                    is_known = self.damaged.get(ledger, {}).get(entry) == place.position
                     if is_damage and not is_known:
-                        if len(self.damaged) < DAMAGED_MAX:
-                            self.damaged[ledger, entry] = place.position
-                        else:
-                            self.is_overflowing = True
+                        self._note(ledger, entry, place.position)
                 if not is_known:
                     _logger.error("entry %d of ledger %s cannot be read: %s", entry, ledger, error)
                 return Found(entry, None, error=NodeUnreachable(self._node, f"entry {entry} of {ledger}: {error}"))
@@ -101,12 +100,32 @@ class EntryReader:
         found = self._read_one(ledger, entry, heads=False)
         if found.error is None:
             with self._lock:
-                self.damaged.pop((ledger, entry), None)
+                self.forget(ledger, entry)
+
+    def _note(self, ledger: str, entry: int, position: int) -> None:
+        """The record at this position is damaged. Under the lock."""
+        self.forget(ledger, entry)
+        if self.damaged_count < DAMAGED_MAX:
+            self.damaged.setdefault(ledger, {})[entry] = position
+            self.damaged_count += 1
+        else:
+            self.is_overflowing = True
+
+    def forget(self, ledger: str, entry: int | None = None) -> None:
+        """The entry, or every entry of the ledger, does not count as damaged any more. The caller holds the lock."""
+        entries = self.damaged.get(ledger)
+        if entries is None:
+            return
+        for each in list(entries) if entry is None else [entry]:
+            if entries.pop(each, None) is not None:
+                self.damaged_count -= 1
+        if not entries:
+            del self.damaged[ledger]
 
     def forget_overflow(self) -> bool:
         """Whether more damaged entries were found than are remembered, and half of those are repaired: then all
         segments are to be read again, to find the others. The caller holds the lock."""
-        is_over = self.is_overflowing and len(self.damaged) <= DAMAGED_MAX // 2
+        is_over = self.is_overflowing and self.damaged_count <= DAMAGED_MAX // 2
         self.is_overflowing &= not is_over
         return is_over
 

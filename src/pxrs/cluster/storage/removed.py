@@ -75,6 +75,7 @@ def forget_found(folder: str) -> None:
     """Everything that a start has found is in the list of damaged ranges. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{folder}/{FOUND}")
+        disk.sync_folder(folder)
 
 
 def _read(path: str) -> list[Any] | None:

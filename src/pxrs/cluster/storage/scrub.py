@@ -107,6 +107,8 @@ class Scrubber:
             began = time.monotonic()
             try:
                 size = self.step() if self._bytes_s else 0
+                if not self._bytes_s:
+                    self._node.forget_overflow()
                 problem = ""
             except Closed:
                 return
