@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,17 @@ def damage(server: StorageServer, ledger: str, entry: int) -> None:
     server.node.verify(ledger, entry)
 
 
+def test_c7_the_ledger_of_which_a_node_finds_an_entry_damaged_is_closed_and_repaired_although_nobody_appends(
+    cluster: SmallCluster, found: Found
+) -> None:
+    (record,), server = found.ledgers(), cluster.nodes[1]
+    damage(server, record.id, 1)
+    eventually(lambda: len(found.ledgers()) == 2, 10.0, what="the ledger that lacks a copy is still open")
+    eventually(lambda: record_at(found.registry, record.id)[0].is_complete, 10.0, what="it is not repaired")
+    assert server.node.load.damaged == 0
+    assert found.values() == [b"a"]
+
+
 def damage_and_wait_for_a_copy(found: Found, server: StorageServer, ledger: str) -> None:
     """Of entry 1."""
     version = record_at(found.registry, ledger)[1]
@@ -196,6 +208,35 @@ def test_c7_records_are_read_again_after_a_start_of_a_node_which_may_have_lost_i
     cluster.stop_node(2)
     server = cluster.start_node(2)
     assert (server.node.is_proven, server.node.cleared) == (True, 0)
+    eventually(lambda: record_at(found.registry, record.id)[0].is_complete, 10.0, what="it was not read again")
+
+
+def test_c7_a_record_that_a_node_clears_while_its_new_owner_opens_the_partition_is_read_again(
+    cluster: SmallCluster, found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has read the records, and does not serve the partition yet. It must not take the count of that time as
+    one that it has heeded."""
+    record, node, broker = found.with_a_closed_ledger(), cluster.nodes[1].node, found.broker.broker
+    reached, go, begin = threading.Event(), threading.Event(), OwnedPartition.begin_next
+
+    def slowly(partition: OwnedPartition, base: int) -> Any:
+        if partition.topic.topic.id == record.topic_id:
+            reached.set()
+            assert go.wait(30)
+        return begin(partition, base)
+
+    monkeypatch.setattr(OwnedPartition, "begin_next", slowly)
+    lease = broker.membership.lease
+    assert lease is not None
+    lease.close()
+    try:
+        assert reached.wait(10)
+        changed = replace(record_at(found.registry, record.id)[0], is_complete=False)
+        found.registry.commit(put={record.key: changed.dump()})
+        node.cleared += 1
+        eventually(lambda: broker.view.seen.alive[node.id].cleared == node.cleared, 10.0)
+    finally:
+        go.set()
     eventually(lambda: record_at(found.registry, record.id)[0].is_complete, 10.0, what="it was not read again")
 
 
