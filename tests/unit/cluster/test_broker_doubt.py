@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,18 +16,21 @@ pytest.importorskip("grpc")
 
 from pxrs.cluster import records as keys
 from pxrs.cluster.answers import EntryRead
-from pxrs.cluster.broker import repairs, staged_copies, tries
+from pxrs.cluster.broker import doubts, repairs, staged_copies, tries
 from pxrs.cluster.broker.context import BrokerSettings
+from pxrs.cluster.broker.doubts import NodeDoubts
 from pxrs.cluster.broker.partition import OwnedPartition
 from pxrs.cluster.broker.staged_copies import StagedLedgers
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.links import NodeLink
+from pxrs.cluster.records import AliveNode
 from pxrs.cluster.staged import StagedName
 from pxrs.cluster.storage import collecting
 from pxrs.cluster.storage.format import header_bytes
 from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.running import StorageServer, StorageSettings
 from pxrs.cluster.storage.settings import StorageLimits
+from pxrs.errors import NodeUnreachable
 from pxrs.log.contract import Append
 from pxrs.log.outcomes import StoredAt
 from pxrs.registry.contract import Registry
@@ -121,6 +125,77 @@ def record_at(registry: Registry, ledger: str) -> tuple[LedgerRecord, int]:
     found = registry.get(LedgerName.of_id(ledger).key)
     assert found is not None
     return LedgerRecord.parse(found.key, found.value), found.version
+
+
+class Doubts:
+    """What a broker knows of one storage node. The node answers with pages of one ledger each."""
+
+    def __init__(self) -> None:
+        self.ledgers = ["t/0/1", "t/0/2"]
+        self.error: NodeUnreachable | None = None
+        self.calls = self.answers = 0
+        broker: Any = SimpleNamespace(crew=SimpleNamespace(submit=lambda act, *given: act(*given)), links=self._link)
+        self._doubts = NodeDoubts(broker, self._count)
+
+    def _count(self) -> None:
+        self.answers += 1
+
+    def _link(self, node: str) -> Any:
+        assert node == "n"
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(lacking=self._lacking)
+
+    def _lacking(self, after: str = "", timeout_s: float | None = None) -> tuple[list[str], bool]:
+        left = [each for each in self.ledgers if each > after]
+        return left[:1], len(left) > 1
+
+    def look(self, **shown: int) -> frozenset[str] | None:
+        """What is known of the node, which shows this in the registry."""
+        return self._doubts.look({"n": AliveNode("h:1", **{"starts": 1, **shown}), "m": AliveNode("h:2", 1)}).get("n")
+
+
+def test_c7_a_node_is_asked_what_it_may_have_lost_after_each_change_of_what_it_shows() -> None:
+    found = Doubts()
+    assert found.look() is None
+    assert found.calls == 0
+    for count, shown in enumerate(({"doubts": 2}, {"doubts": 1}, {"damaged": 1}, {"damaged": 1, "starts": 2}), 1):
+        found.ledgers = ["t/0/1", f"t/0/{1 + count}"]
+        for _ in range(3):
+            found.look(**shown)
+        assert found.look(**shown) == {*found.ledgers}
+        assert (found.calls, found.answers) == (count, count), "once"
+    assert found.look(starts=2) is None
+    found.ledgers = ["t/0/3"]
+    assert found.look(damaged=1, starts=2) == {"t/0/3"}, "what was known before is forgotten"
+
+
+def test_c7_a_node_that_does_not_answer_is_left_alone_for_a_while_and_its_last_answer_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Doubts()
+    assert found.look(doubts=1) == {"t/0/1", "t/0/2"}
+    monkeypatch.setattr(doubts, "PAUSE_S", 600.0)
+    found.error = NodeUnreachable("n", "a test")
+    for _ in range(3):
+        assert found.look(doubts=2) == {"t/0/1", "t/0/2"}
+    assert found.calls == 2
+    monkeypatch.setattr(doubts, "PAUSE_S", 0.0)
+    again = Doubts()
+    again.error = NodeUnreachable("n", "a test")
+    assert again.look(doubts=2) is None
+    again.error = None
+    assert again.look(doubts=2) == {"t/0/1", "t/0/2"}
+
+
+def test_c7_a_node_is_asked_again_after_a_while_although_it_shows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry was repaired, and another one damaged."""
+    monkeypatch.setattr(doubts, "AGAIN_S", 0.0)
+    found = Doubts()
+    found.look(damaged=1)
+    found.ledgers = ["t/0/3"]
+    assert found.look(damaged=1) == {"t/0/3"}
 
 
 def test_c7_the_ledger_of_a_node_in_doubt_is_closed_and_the_next_one_begun_although_nobody_appends(
@@ -219,11 +294,11 @@ def test_c7_a_record_that_a_node_clears_while_its_new_owner_opens_the_partition_
     record, node, broker = found.with_a_closed_ledger(), cluster.nodes[1].node, found.broker.broker
     reached, go, begin = threading.Event(), threading.Event(), OwnedPartition.begin_next
 
-    def slowly(partition: OwnedPartition, base: int) -> Any:
+    def slowly(partition: OwnedPartition, *given: Any) -> Any:
         if partition.topic.topic.id == record.topic_id:
             reached.set()
             assert go.wait(30)
-        return begin(partition, base)
+        return begin(partition, *given)
 
     monkeypatch.setattr(OwnedPartition, "begin_next", slowly)
     lease = broker.membership.lease
