@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from pxrs.cluster.broker import doubts, repairs, staged_copies, tries
 from pxrs.cluster.broker.context import BrokerSettings
 from pxrs.cluster.broker.doubts import NodeDoubts
 from pxrs.cluster.broker.partition import OwnedPartition
+from pxrs.cluster.broker.repairing import Repairer
 from pxrs.cluster.broker.staged_copies import StagedLedgers
 from pxrs.cluster.ledgers import LedgerName, LedgerRecord
 from pxrs.cluster.links import NodeLink
@@ -253,9 +254,9 @@ def test_c7_an_entry_that_a_node_finds_damaged_gets_a_copy_although_its_owner_kn
     assert found.values() == [b"a"]
 
 
-def test_c7_staged_rows_that_a_node_finds_damaged_get_a_copy_although_their_keeper_knew_them_as_complete(
-    cluster: SmallCluster, found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def staged(found: Found, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The ledger of staged rows, which the broker knows as complete."""
     known, look = set[str](), StagedLedgers.look
 
     def noted(ledgers: StagedLedgers, now: float) -> Any:
@@ -267,11 +268,18 @@ def test_c7_staged_rows_that_a_node_finds_damaged_get_a_copy_although_their_keep
     place, topic = found.broker.hub.log.staging, found.log.topic
     name = place.stage(topic, "q", 3, 0, [rows(b"a")]).name
     assert name is not None
-    ledger, server = StagedName(topic.id, "q", 3, name).ledger().id, cluster.nodes[1]
+    ledger = StagedName(topic.id, "q", 3, name).ledger().id
     eventually(lambda: ledger in known, 10.0)
-    eventually(lambda: len(server.node.page(ledger, -1, 9).places) == 2, 10.0)
-    damage_and_wait_for_a_copy(found, server, ledger)
+    yield ledger
     place.clear(topic.id, "q", 3)
+
+
+def test_c7_staged_rows_that_a_node_finds_damaged_get_a_copy_although_their_keeper_knew_them_as_complete(
+    cluster: SmallCluster, found: Found, staged: str
+) -> None:
+    server = cluster.nodes[1]
+    eventually(lambda: len(server.node.page(staged, -1, 9).places) == 2, 10.0)
+    damage_and_wait_for_a_copy(found, server, staged)
 
 
 def test_c7_records_are_read_again_after_a_start_of_a_node_which_may_have_lost_its_count(
@@ -286,33 +294,114 @@ def test_c7_records_are_read_again_after_a_start_of_a_node_which_may_have_lost_i
     eventually(lambda: record_at(found.registry, record.id)[0].is_complete, 10.0, what="it was not read again")
 
 
-def test_c7_a_record_that_a_node_clears_while_its_new_owner_opens_the_partition_is_read_again(
-    cluster: SmallCluster, found: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The owner has read the records, and does not serve the partition yet. It must not take the count of that time as
-    one that it has heeded."""
-    record, node, broker = found.with_a_closed_ledger(), cluster.nodes[1].node, found.broker.broker
-    reached, go, begin = threading.Event(), threading.Event(), OwnedPartition.begin_next
+class Gate:
+    """Stops a thread of the broker once, from when the block begins until it ends."""
+
+    def __init__(self) -> None:
+        self._reached, self._go = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        """Called by that thread."""
+        if not self._reached.is_set():
+            self._reached.set()
+            assert self._go.wait(30)
+
+    def __enter__(self) -> None:
+        assert self._reached.wait(10), "the thread does not come"
+
+    def __exit__(self, *given: object) -> None:
+        self._go.set()
+
+
+def before_the_next_ledger(found: Found, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate, begin = Gate(), OwnedPartition.begin_next
 
     def slowly(partition: OwnedPartition, *given: Any) -> Any:
-        if partition.topic.topic.id == record.topic_id:
-            reached.set()
-            assert go.wait(30)
+        if partition.topic.topic.id == found.log.id:
+            gate.stop()
         return begin(partition, *given)
 
     monkeypatch.setattr(OwnedPartition, "begin_next", slowly)
-    lease = broker.membership.lease
+    return gate
+
+
+def clear(found: Found, ledger: str) -> None:
+    """As a node does that finds that it lacks an entry. Returns when `Repairs` has seen its count."""
+    node = found.cluster.nodes[1].node
+    record, version = record_at(found.registry, ledger)
+    assert record.is_complete
+    found.registry.commit({record.key: version}, {record.key: replace(record, is_complete=False).dump()})
+    node.cleared += 1
+    (partition,) = [each for place, each in found.broker.ownership.partitions().items() if place[0] == found.log.id]
+    eventually(lambda: (count := partition.counted.get(node.id)) and count.cleared == node.cleared, 10.0)
+
+
+def wait_for_a_repair(found: Found, ledger: str) -> None:
+    eventually(lambda: record_at(found.registry, ledger)[0].is_complete, 10.0, what="the record was not read again")
+
+
+def test_c7_a_record_that_a_node_clears_while_its_new_owner_opens_the_partition_is_read_again(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has read the records, and does not serve the partition yet."""
+    record, lease = found.with_a_closed_ledger(), found.broker.broker.membership.lease
+    gate = before_the_next_ledger(found, monkeypatch)
     assert lease is not None
     lease.close()
-    try:
-        assert reached.wait(10)
-        changed = replace(record_at(found.registry, record.id)[0], is_complete=False)
-        found.registry.commit(put={record.key: changed.dump()})
-        node.cleared += 1
-        eventually(lambda: broker.view.seen.alive[node.id].cleared == node.cleared, 10.0)
-    finally:
-        go.set()
-    eventually(lambda: record_at(found.registry, record.id)[0].is_complete, 10.0, what="it was not read again")
+    with gate:
+        clear(found, record.id)
+    wait_for_a_repair(found, record.id)
+
+
+def test_c7_a_record_that_a_node_clears_while_the_next_ledger_is_begun_is_read_again(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has closed the ledger, and it is no part of the chain yet."""
+    partition, (record,) = found.partition, found.ledgers()
+    writer, gate = partition._writer, before_the_next_ledger(found, monkeypatch)
+    assert writer is not None
+    eventually(lambda: writer.is_everywhere, 10.0)
+    with partition.lock:
+        partition._roll()
+    with gate:
+        clear(found, record.id)
+    wait_for_a_repair(found, record.id)
+
+
+@pytest.fixture
+def repaired(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Gate]:
+    """Makes a gate behind the last commit of the repair of a ledger."""
+    run, gates = Repairer.run, dict[str, Gate]()
+
+    def slowly(repairer: Repairer) -> Any:
+        ended = run(repairer)
+        if repairer.record.id in gates and repairer.record.is_complete:
+            gates[repairer.record.id].stop()
+        return ended
+
+    monkeypatch.setattr(Repairer, "run", slowly)
+    return lambda ledger: gates.setdefault(ledger, Gate())
+
+
+def test_c7_a_record_that_a_node_clears_at_the_end_of_a_repair_is_read_again(
+    found: Found, repaired: Callable[[str], Gate]
+) -> None:
+    (record,) = found.ledgers()
+    gate = repaired(record.id)
+    found.partition.get_stuck("a test")  # a ledger is checked after its recovery
+    with gate:
+        clear(found, record.id)
+    wait_for_a_repair(found, record.id)
+
+
+def test_c7_a_record_of_staged_rows_that_a_node_clears_at_the_end_of_a_repair_is_read_again(
+    found: Found, staged: str, repaired: Callable[[str], Gate]
+) -> None:
+    gate = repaired(staged)
+    clear(found, staged)
+    with gate:
+        clear(found, staged)
+    wait_for_a_repair(found, staged)
 
 
 def test_c8_a_ledger_is_not_ended_below_what_this_broker_has_confirmed_itself(
