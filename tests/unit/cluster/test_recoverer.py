@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +20,7 @@ from pxrs.cluster.broker.membership import Membership
 from pxrs.cluster.broker.reading import LedgerReader
 from pxrs.cluster.broker.recent import Recent
 from pxrs.cluster.broker.recovering import Recoverer
+from pxrs.cluster.broker.room import Room
 from pxrs.cluster.broker.view import Seen, View
 from pxrs.cluster.ledgers import EntryHead, Fragment, LedgerRecord, Quorum
 from pxrs.cluster.records import AliveNode, TopicRecord
@@ -43,6 +44,8 @@ class Node:
         self.name, self.core = name, NodeCore(name)
         self.is_away = False
         self.hangs_until: threading.Event | None = None
+        self.unreadable: set[int] = set()
+        """Entries that the node has and cannot read."""
         self.calls = 0
         self.has_shown_index = False
         for entry in entries:
@@ -65,10 +68,15 @@ class Node:
 
     def read(self, ledger: str, first: int, last: int, *, recovery: int, timeout_s: float) -> list[EntryRead]:
         reply = self.ask(lambda: self.core.read(ledger, first, last, recovery))
-        return [
-            EntryRead(entry, head(entry), memoryview(BODY)) if entry in reply.present else EntryRead(entry, None)
-            for entry in range(first, last + 1)
-        ]
+
+        def answer(entry: int) -> EntryRead:
+            if entry not in reply.present:
+                return EntryRead(entry, None, is_unknown=reply.is_in_doubt)
+            if entry in self.unreadable:
+                return EntryRead(entry, None, error=NodeUnreachable(self.name, "the entry is damaged"))
+            return EntryRead(entry, head(entry), memoryview(BODY))
+
+        return [answer(entry) for entry in range(first, last + 1)]
 
     def index(self, ledger: str, after: int, limit: int, timeout_s: float | None) -> IndexPage:
         self.has_shown_index = True
@@ -91,6 +99,8 @@ class Scene:
 
     def __init__(self, crew: ThreadPoolExecutor, nodes: Collection[Node], quorum: Quorum) -> None:
         self.nodes = {node.name: node for node in nodes}
+        self.events: list[dict[str, Any]] = []
+        """The events that the broker has recorded, each with its name as the field `name`."""
         registry = MemoryRegistry(MemoryStore())
         links: Any = self.nodes.__getitem__
         self.broker = Broker(
@@ -102,10 +112,19 @@ class Scene:
             Recent(1),
             crew,
             crew,
+            Room(1),
             BrokerSettings(recovery_s=20.0),
         )
+        self.broker.news.recorder = self
         self.topic = TopicRecord(Topic("orders", "t", 1), quorum)
         self.show()
+
+    def record(self, name: str, on_stored: Callable[[], None] | None = None, /, **fields: Any) -> None:
+        """The scene is the broker's recorder of events."""
+        self.events.append({"name": name, **fields})
+
+    def audit(self, action: str, /, **fields: Any) -> None:
+        raise AssertionError("a recovery is no action of an administrator")
 
     def show(self) -> None:
         """The registry lists the nodes that are not away."""
@@ -129,9 +148,16 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "RETRY_S", 0.01)
 
 
-def away(name: str) -> Node:
-    node = Node(name)
+def away(name: str, *entries: int) -> Node:
+    node = Node(name, *entries)
     node.is_away = True
+    return node
+
+
+def in_doubt(name: str, *entries: int) -> Node:
+    """A node that has restarted in doubt (C7)."""
+    node = Node(name, *entries)
+    node.core.begin_doubt(["t/0/0"], [])
     return node
 
 
@@ -203,3 +229,51 @@ def test_p5_a_recovery_reads_the_index_from_nodes_that_have_answered_it() -> Non
             assert not hung.has_shown_index
         finally:
             hung.hangs_until.set()
+
+
+def test_c7_a_node_in_doubt_does_not_help_to_end_a_ledger_before_an_entry_that_a_third_node_has() -> None:
+    """`b` has lost the entry without knowing it was there, and `a` never got it. Two nodes that lack the entry would
+    be enough to end the ledger."""
+    late = away("c", 0)
+    with scene([in_doubt("a"), Node("b"), late], Quorum()) as found:
+        running = aside(found.recoverer(Fragment(0, ("a", "b", "c"))).run)
+        eventually(lambda: late.calls > 20 or running.done(), what="nothing is asked again")
+        assert not running.done(), "it has ended the ledger without the answer of c"
+        late.is_away = False
+        assert running.result().record.last == 0
+        assert found.events == []
+
+
+def test_c8_a_node_that_cannot_read_the_entry_does_not_help_to_end_a_ledger_before_it() -> None:
+    """Neither as one without the entry, of which two are enough, nor as one in doubt, since all have answered."""
+    damaged = Node("a", 0)
+    damaged.unreadable.add(0)
+    with scene([damaged, Node("b"), in_doubt("c")], Quorum()) as found:
+        running = aside(found.recoverer(Fragment(0, ("a", "b", "c"))).run)
+        eventually(lambda: damaged.calls > 20 or running.done(), what="nothing is asked again")
+        assert not running.done(), "it has ended the ledger before an entry that a node has"
+        damaged.unreadable.clear()
+        assert running.result().record.last == 0
+
+
+def test_c8_that_answers_of_nodes_in_doubt_have_ended_a_ledger_is_recorded_as_an_event() -> None:
+    with scene([in_doubt("a", 0), Node("b", 0), in_doubt("c")], Quorum()) as found:
+        closed = found.recoverer(Fragment(0, ("a", "b", "c"))).run().record
+        assert (closed.last, closed.end, {*closed.doubted}) == (0, 1, {"a", "c"})
+        (told,) = found.events
+        assert told == {
+            "name": "ledger.ended_in_doubt",
+            "topic": "orders",
+            "topic_id": "t",
+            "partition": 0,
+            "ledger": "t/0/0",
+            "end": 1,
+            "nodes": [*closed.doubted],
+        }
+
+
+def test_the_end_of_a_ledger_that_enough_nodes_are_certain_of_is_no_event() -> None:
+    with scene([in_doubt("a", 0), Node("b", 0), Node("c")], Quorum()) as found:
+        closed = found.recoverer(Fragment(0, ("a", "b", "c"))).run().record
+        assert (closed.last, closed.doubted) == (0, ())
+        assert found.events == []

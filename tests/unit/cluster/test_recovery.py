@@ -231,6 +231,43 @@ def test_c8_what_is_heard_to_be_confirmed_takes_an_end_back_that_is_not_proposed
     assert adds(recovery.found("c", 2, head(2), b"x")) == [("a", 2), ("b", 2)]
 
 
+def test_c8_an_entry_that_was_left_out_belongs_to_the_ledger_once_it_is_heard_to_be_confirmed() -> None:
+    recovery, _ = fenced("a", "b", lac=1)
+    recovery.found("a", 1, head(1), b"x")
+    recovery.found("a", 2, head(2), b"x")
+    for node in "bc":
+        recovery.missing(node, 2)
+    recovery.failed("b")
+    assert recovery.failed("c") == [Measure(1)]
+    assert recovery.left_out == 2, "too few nodes can store it"
+    recovery.fenced("c", 2)
+    assert recovery.left_out is None
+    assert recovery.measured(1, 10) == [], "the ledger does not end there any more"
+    assert adds(recovery.found("a", 2, head(2), b"x")) == [("c", 2)]
+    recovery.acked("c", 2)
+    for node in "ab":
+        recovery.missing(node, 3)
+    assert after_a_while(recovery) == [Measure(2)]
+    assert proposed(recovery.measured(2, 10)).record.last == 2
+
+
+def test_c8_nodes_whose_answers_have_ended_nothing_in_the_end_are_not_named() -> None:
+    """Entry 2 is on c, d, e. None of them knows of it at first, so the ledger would end before it. Then it is found,
+    and the ledger ends before entry 3 (d, e, a), without `a`, which an operator has abandoned."""
+    spread = replace(record(tuple("abcde"), Quorum(5, 3, 2)), confirmed=1)
+    recovery, _ = fenced(*"cde", found=spread, abandoned=["a"])
+    recovery.found("b", 1, head(1), b"x")
+    recovery.doubtful("c", 2)
+    recovery.doubtful("d", 2)
+    assert recovery.doubtful("e", 2) == [Measure(1)]
+    assert adds(recovery.found("c", 2, head(2), b"x")) == [("d", 2), ("e", 2)]
+    recovery.fenced("b", 3)
+    recovery.acked("d", 2)
+    recovery.doubtful("d", 3)
+    assert recovery.doubtful("e", 3) == [Measure(2)], "the loss of entry 3 was accepted"
+    assert proposed(recovery.measured(2, 10)).record.doubted == ()
+
+
 def test_c8_what_the_owner_has_confirmed_itself_is_no_end() -> None:
     recovery, _ = fenced("a", "b", "c", confirmed=0)
     for node in "ab":

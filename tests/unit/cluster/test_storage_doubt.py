@@ -534,6 +534,35 @@ def test_c7_a_doubt_ends_when_the_ledger_is_closed_or_gone_and_not_before(folder
         assert record_of(registry, first)[1] == version
 
 
+def test_c7_the_end_of_a_doubt_stops_a_repair_that_counts_on_what_the_node_lacks(
+    folder: Path, registry: Registry
+) -> None:
+    """The record says already that not every node has all its entries. It is written all the same: a repair that has
+    begun before expects the version that it has read, and must not complete the ledger."""
+    with started(folder, registry) as found:
+        me = found.node.id
+        lacking, whole, joining = (ledger(number, me, partition=number) for number in range(3))
+        joining = replace(joining, fragments=ledger(0).fragments, joining=(Joining(me, 0, 0),))
+        put(registry, lacking, whole, joining)
+        assert add(found.node, entry(0, whole.id)) == [None]
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        collecting = collector(registry, found)
+        collecting.settle()
+        assert not found.node.is_unchecked, "nothing else than the end of the doubts compares these ledgers"
+        before = {}
+        for record in (lacking, whole, joining):
+            closed = record.closed(0, 1, size=0, stored_at=0, is_complete=False)
+            put(registry, replace(closed, joining=record.joining))
+            before[record] = record_of(registry, record)
+        collecting.settle()
+        assert found.node.doubts() == []
+        changed = {record for record in before if record_of(registry, record)[1] != before[record][1]}
+        assert changed == {lacking, joining}
+        assert all(record_of(registry, record)[0] == before[record][0] for record in before)
+        assert found.node.cleared == 2, "by which the owners are told"
+
+
 def test_c7_the_record_of_one_ledger_that_is_damaged_keeps_no_other_in_doubt(
     folder: Path, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,6 +90,24 @@ def test_a_page_that_the_disk_cannot_read_damages_no_more_than_what_is_in_it(
         assert found.node.refuses is None
 
 
+def test_c7_each_damage_that_is_found_stops_a_repair_that_counts_on_the_entry(folder: Path, registry: Registry) -> None:
+    """The record says already that not every node has all its entries. It is written once for each new damage."""
+    with filled(folder, registry) as (found, segments):
+        record = ledger(0, found.node.id).closed(7, 8, size=0, stored_at=0, is_complete=False)
+        put(registry, record)
+        collecting = collector(registry, found)
+        for number in (1, 0):
+            version, cleared = record_of(registry, record)[1], found.node.cleared
+            flip(segments[0], (number + 1) * 160 - 10)
+            found.node.verify(LEDGER, number)
+            collecting.settle()
+            again, after = record_of(registry, record)
+            assert (again, found.node.cleared) == (record, cleared + 1)
+            assert after > version
+            collecting.settle()
+            assert record_of(registry, record)[1] == after, "nothing new"
+
+
 def test_a_damaged_header_is_found_and_what_it_held_is_written_elsewhere(folder: Path, registry: Registry) -> None:
     with filled(folder, registry) as (found, segments):
         for at in (160 + 20, 2 * 160 + 20):  # entry 1, and the fence behind it

@@ -32,7 +32,7 @@ from pxrs.server.auth import tokens
 from pxrs.server.budget import Budget
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers.process import wait_until
-from pxrs.testing.waiting import aside
+from pxrs.testing.waiting import aside, eventually
 from tests.unit.cluster.stored import ANSWER_S_MAX, LEDGER, body_of, entry, head_of
 
 Answers = queue.SimpleQueue[tuple[int, Exception | None]]
@@ -258,6 +258,19 @@ def test_a_full_node_says_so_to_brokers_and_in_the_registry(
         is_full.clear()
         wait_for(is_refusing=False)
         assert sent(link, entry(0)) == [None]
+
+
+def test_c7_brokers_are_told_of_each_record_that_a_node_has_cleared(registry: Registry, folder: Path) -> None:
+    with served(registry, folder, limits={"alive_s": 0.01}) as server:
+        key = alive_key(server.node.id)
+
+        def told() -> int | None:
+            found = registry.get(key)
+            return None if found is None else AliveNode.parse(key, found.value).cleared
+
+        for _ in range(2):
+            server.node.cleared += 1  # and nothing else of the load changes
+            eventually(lambda: told() == server.node.cleared, 10.0, what="brokers do not read the records again")
 
 
 @contextmanager
