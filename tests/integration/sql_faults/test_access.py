@@ -224,7 +224,7 @@ def test_r2_the_thread_that_wakes_watches_survives_what_it_does_not_expect(
                 return sweep()
 
             monkeypatch.setattr(registry, "sweep", fail)
-            other.commit(put={"k/sweep": b""}, ephemeral={"m": b""}, lease=other.lease(0.1, renewed=False))
+            other.commit(put={"k/sweep": b""}, ephemeral={"m": b""}, lease=other.lease(1.0, renewed=False))
             eventually(lambda: not failures)
             eventually(lambda: other.get("m") is None)
             quieten(watch)
