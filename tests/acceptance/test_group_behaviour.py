@@ -316,17 +316,17 @@ def test_x8_a_revoke_that_does_not_finish_is_fenced_at_its_deadline(place: Place
         except PartitionLost as error:
             refusals.append(error.partitions)
 
-    options = {"handover_timeout": 0.6}
+    options = {"handover_timeout": 0.6, "lease_ttl": 60}  # whose end comes too late to be what takes them away
     slow = place.join(hang, threads=8, **options)
     eventually(lambda: len(slow.assignment) == 8)
     place.send()
     assert entered.wait(BOUND_S)
+    joined_at = SYSTEM.now()  # the leader asks for partitions after this
     other = place.join(**options)
     eventually(lambda: len(slow.inbox.revoked) == 4)
-    asked_at = SYSTEM.now()
     eventually(lambda: len(other.assignment) == 4)
-    taken = {p: other.inbox.ownerships[p, other_epoch(other, p)].claimed_at - asked_at for p in other.assignment}
-    assert all(0.5 < after < 0.6 + 2.0 for after in taken.values()), taken
+    taken = {p: other.inbox.ownerships[p, other_epoch(other, p)].claimed_at - joined_at for p in other.assignment}
+    assert all(0.6 <= after < 30 for after in taken.values()), taken
     eventually(lambda: sorted(slow.inbox.lost) == other.assignment)  # it has been told
     eventually(lambda: all(place.checkpoints()[p] == 1 for p in other.assignment))
     epochs = {p: owner.epoch for p, owner in place.owners().items()}
