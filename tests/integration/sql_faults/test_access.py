@@ -81,7 +81,7 @@ class TestAccess:
     def test_v5_a_user_that_may_only_select_reads_past_the_keys_of_a_dead_lease(self, server: PostgresServer) -> None:
         url = server.create_database("shown")
         with open_sql(url) as registry:
-            lease = registry.lease(1.0)
+            lease = registry.lease(3.0)
             registry.commit(put={"a/kept": b"", "b/kept": b""}, ephemeral={"a/held": b"", "b/held": b""}, lease=lease)
             server.sql("CREATE ROLE pxrs_reader LOGIN PASSWORD 'reader'")
             server.sql("GRANT SELECT ON pxrs_entry, pxrs_lease, pxrs_meta TO pxrs_reader", "shown")
