@@ -41,9 +41,11 @@ def handle(tx, item):
     note(item)
     tx.put("done", item.value)
 
-def slowly(tx, item):
+def slowly(tx, item):  # waits for the file `go` from the 100th item on
     note(item)
     time.sleep(0.05)
+    if int(item.value) >= 100:
+        wait_for_go()
     tx.put("done", item.value)
 
 def wait(tx, item):
@@ -192,7 +194,10 @@ def test_a_stop_finishes_what_is_in_hand_and_takes_nothing_more(shop: Shop) -> N
     shop.jobs.put_many([f"{number:03}" for number in range(300)])
     supervisor = shop.worker("shop:slowly", "--processes", "2", "--threads", "2")
     eventually(lambda: len({pid for pid, *_ in shop.handled()}) == 2, PATIENCE_S, what=supervisor.events)
-    assert supervisor.end() == 0, supervisor.events()
+    supervisor.process.send_signal(signal.SIGTERM)
+    eventually(lambda: supervisor.events("stopping"), PATIENCE_S, what=supervisor.events)
+    (shop.folder / "go").touch()
+    assert supervisor.process.wait(PATIENCE_S) == 0, supervisor.events()
     begun = sorted(value for _, value, _ in shop.handled())
     assert begun == sorted(value.decode() for value in shop.results()), "what was begun is done, once"
     left = shop.jobs.peek(1_000)
