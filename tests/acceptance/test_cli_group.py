@@ -28,7 +28,7 @@ from pxrs.testing.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "pxrs.cli", "group"]
 KEYS = Keys("billing")
-WATCH_S_MAX = 20.0
+WATCH_S_MAX = 120.0
 
 
 @pytest.fixture

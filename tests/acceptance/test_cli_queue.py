@@ -309,8 +309,8 @@ def test_nothing_is_taken_when_it_cannot_be_printed_at_all(
 
 
 def test_what_is_due_is_taken_by_one_that_does_not_wait(data: Path, call: Call) -> None:
-    due = time.time() + 0.05
     put(data, "jobs", "late", "later", delay=0.05)
+    due = time.time() + 0.05
     while time.time() <= due:
         time.sleep(0.01)
     assert shown_values(call("take", "jobs", "--count", "3").out) == [["late"], ["later"]]

@@ -31,6 +31,7 @@ from pxrs.registry import ABSENT
 from pxrs.registry.file import journal
 from pxrs.testing import faults
 from pxrs.testing.actor import Actor
+from pxrs.testing.waiting import eventually
 
 pytestmark = pytest.mark.sampled(2, of="module")
 
@@ -293,8 +294,10 @@ def test_many_processes_commit_through_compactions_and_kills(tmp_path: Path) -> 
                 os.write(acknowledged_log, b".")
 
     for _ in range(200 if SOAK else 12):
+        before = acknowledged.stat().st_size
         with faults.child(work) as one, faults.child(work) as two, faults.child(work):
             time.sleep(dice.uniform(0.02, 0.12))  # to be killed at a random moment
+            eventually(lambda enough=before + 5: acknowledged.stat().st_size >= enough)  # type: ignore[misc]
             os.kill(one, signal.SIGKILL)
             os.kill(two, signal.SIGSTOP)
             time.sleep(dice.uniform(0.0, 0.03))
@@ -323,8 +326,8 @@ def test_f2_a_killed_holder_is_seen_by_a_watcher_at_once(tmp_path: Path) -> None
                     continue
                 began = time.monotonic()
                 os.kill(holder.pid, signal.SIGKILL)
-                assert watch.wait(20), "nobody told the watcher"
-                assert handle.get("member") is None
+                while handle.get("member") is not None:  # a wake may still be one of the commit
+                    assert watch.wait(20), "nobody told the watcher"
                 seconds.append(time.monotonic() - began)
     assert min(seconds) < 5, seconds
 
@@ -352,8 +355,8 @@ def test_a_forked_child_does_not_keep_its_parents_lease_alive(tmp_path: Path) ->
             continue
         assert handle.get("member") is not None
         os.kill(pid, signal.SIGKILL)
-        assert watch.wait(20)
-        assert handle.get("member") is None
+        while handle.get("member") is not None:
+            assert watch.wait(20)
         (tmp_path / "over").touch()
 
 

@@ -157,7 +157,7 @@ def test_a_slow_observer_does_not_end_a_lease_that_was_renewed_meanwhile(
             time.sleep(0.05)
         return expiry
 
-    with registry.open(tmp_path) as holder, registry.open(tmp_path) as observer, holder.lease(2.5) as lease:
+    with registry.open(tmp_path) as holder, registry.open(tmp_path) as observer, holder.lease(3.0) as lease:
         holder.commit(ephemeral={"m": b""}, lease=lease)
         for module in (lease_module, watch_module):
             monkeypatch.setattr(module, "expiry_of", slow)

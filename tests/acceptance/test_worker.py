@@ -42,6 +42,11 @@ def handle(message):
     note(message)
     time.sleep(0.005)
 
+def pause(message):  # handles the first messages of each partition, and waits for the file `go on` at the others
+    handle(message)
+    while message.offset >= 50 and not os.path.exists("go on"):
+        time.sleep(0.01)
+
 def hang(message):
     note(message)
     time.sleep(3600)
@@ -91,6 +96,15 @@ class Shop:
         path = self.folder / "handled"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(pid), int(partition), int(offset)) for pid, partition, offset in map(str.split, lines)]
+
+    def have_handled(self, count: int, pids: Iterable[int]) -> bool:
+        """Whether so many messages were handled, and some by each of these."""
+        handled = self.handled()
+        return len(handled) > count and {pid for pid, *_ in handled} == set(pids)
+
+    def go_on(self) -> None:
+        """Let the handlers `pause` return."""
+        (self.folder / "go on").touch()
 
     def places(self) -> Counter[tuple[int, int]]:
         return Counter((partition, offset) for _, partition, offset in self.handled())
@@ -171,16 +185,18 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(shop: Shop, number: int) -> None:
     arguments = ("--processes", "3", "--threads", "2", "--commit-interval", "3600")
-    supervisor = shop.worker("shop:handle", *arguments, are_forked=number != signal.SIGTERM)
+    supervisor = shop.worker("shop:pause", *arguments, are_forked=number != signal.SIGTERM)
     eventually(
         lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )
     shop.send(4_000)
-    eventually(lambda: len(shop.handled()) > 100, PATIENCE_S, what=supervisor.events)
-    assert supervisor.end(number) == 0, supervisor.events()
+    eventually(lambda: shop.have_handled(100, supervisor.pids()), PATIENCE_S, what=supervisor.events)
+    supervisor.process.send_signal(number)
+    eventually(lambda: supervisor.events("stopping"), PATIENCE_S, what=supervisor.events)
+    shop.go_on()
+    assert supervisor.process.wait(PATIENCE_S) == 0, supervisor.events()
     handled = shop.handled()
     assert len(handled) < 4_000, "it was stopped in the middle"
-    assert {pid for pid, *_ in handled} == set(supervisor.pids())
     ends = Counter(partition for _, partition, _ in handled)
     assert shop.checkpoints() == {p: ends[p] for p in range(PARTITIONS)}
     assert not shop.members(), "they have left, and are not waited for"
@@ -340,13 +356,15 @@ def test_a_bad_setting_is_one_error_and_not_one_for_each_worker(
 
 def test_a_killed_supervisor_leaves_no_orphans_and_nothing_undone(shop: Shop) -> None:
     arguments = ("--processes", "3", "--commit-interval", "3600")
-    supervisor = shop.worker("shop:handle", *arguments, are_forked=False)
+    supervisor = shop.worker("shop:pause", *arguments, are_forked=False)
     eventually(
         lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )
     shop.send(4_000)
     eventually(lambda: len(shop.handled()) > 100, PATIENCE_S, what=supervisor.events)
     assert supervisor.end(signal.SIGKILL) == -signal.SIGKILL
+    eventually(lambda: len(supervisor.events("orphaned")) == 3, PATIENCE_S, what=supervisor.events)
+    shop.go_on()
     eventually(lambda: not any(map(is_running, supervisor.pids())), PATIENCE_S, what=supervisor.events)
     assert len(shop.handled()) < 4_000, "they did not go on to the end"
     assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
@@ -362,7 +380,7 @@ def test_an_orphan_whose_handler_hangs_ends_all_the_same(shop: Shop) -> None:
 
 
 def test_a_worker_that_is_not_done_in_time_is_killed_and_the_exit_code_says_so(shop: Shop) -> None:
-    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "2")
+    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "5")
     eventually(
         lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
     )

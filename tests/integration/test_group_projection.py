@@ -70,6 +70,12 @@ def ends(hub: pxrs.Hub) -> dict[int, int]:
     return {number: topic.end(number) for number in range(topic.partitions)}
 
 
+def read_all(inbox: pxrs.Consumer) -> None:
+    """Read to the ends of all partitions."""
+    while len(inbox.assignment) < 4 or any(inbox.lag.values()):
+        inbox.poll(timeout=0.2)
+
+
 @contextmanager
 def worker(hub: pxrs.Hub, name: str) -> Iterator[Callable[[], None]]:
     """A consumer in a process of its own, which has read all that there was; and how to end it."""
@@ -91,15 +97,13 @@ def worker(hub: pxrs.Hub, name: str) -> Iterator[Callable[[], None]]:
 
 def test_f1_what_a_group_does_can_be_read_while_it_does_it(hub: pxrs.Hub) -> None:
     with hub.consumer("orders", group="billing", name="w1") as inbox:
-        while inbox.poll(timeout=0.2):
-            pass
+        read_all(inbox)
         inbox.commit()
         eventually(lambda: offsets(hub) == ends(hub))
         assert owners(hub) == dict.fromkeys(range(4), "w1")
         assert read(folder_of(hub) / "members.json")["leader"] == "w1"
         send(hub, 50)
-        while inbox.poll(timeout=0.2):
-            pass
+        read_all(inbox)
         inbox.commit()
         eventually(lambda: offsets(hub) == ends(hub))
         send(hub, 1)
@@ -176,8 +180,7 @@ def test_r9_no_commit_waits_for_them(hub: pxrs.Hub, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(projections, "render", hang)
     with hub.consumer("orders", group="billing") as inbox:
         assert is_writing.wait(30)
-        while inbox.poll(timeout=0.2):
-            pass
+        read_all(inbox)
         inbox.commit()
         assert checkpoints(hub) == ends(hub)
         assert not folder_of(hub).exists()

@@ -212,10 +212,11 @@ def check_page(page: Observer, *, dead: int, members: int) -> dict[str, dict[str
     def look() -> list[dict[str, Any]] | None:
         page.forget()
         found: list[dict[str, Any]] = page.see(lambda: views.queries(page))["queries"]
-        # The rows of a batch are published soon after it is committed.
-        return None if any(row["state"] == "committed" for row in found) else found
+        # The rows of a batch are published soon after it is committed, and a query that ends leaves soon after that.
+        are_there = all(row["state"] != "committed" and row["members"] == members for row in found)
+        return found if are_there else None
 
-    found = eventually(look, PATIENCE_S)
+    found = eventually(look, PATIENCE_S, what=lambda: page.see(lambda: views.queries(page))["queries"])
     by_group = {row["groups"][0]: row for row in found}
     assert set(by_group) == {"totals", "totals.dead-letters"}, found
     for group, topic, messages in (("totals", "totals", None), ("totals.dead-letters", "orders-bad", dead)):

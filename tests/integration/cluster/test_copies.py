@@ -142,7 +142,7 @@ def test_a_retired_node_serves_until_its_copies_are_moved_and_is_then_forgotten(
 
 
 def test_c6_a_partition_goes_on_without_nodes_that_never_return_if_an_operator_decides_so(tmp_path: Path) -> None:
-    settings = BrokerSettings(append_s=0.5, copies_grace_s=0.2, recent_bytes=0)
+    settings = BrokerSettings(copies_grace_s=0.2, recent_bytes=0)
     with small_cluster(tmp_path, nodes=3, brokers=1, settings=settings) as cluster, pxrs.open(cluster.url) as hub:
         broker = cluster.brokers[0].broker
         hub.create_topic("orders", partitions=1)

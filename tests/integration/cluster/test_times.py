@@ -180,6 +180,10 @@ def test_the_partitions_of_a_killed_broker_serve_again_although_a_storage_node_h
 def test_a_killed_storage_node_holds_up_no_producer_and_is_told_of_where_there_is_no_spare(
     cluster: ClusterProcesses,
 ) -> None:
+    def degraded_is_logged() -> bool:
+        logs = [(broker.process.directory / "log").read_text() for broker in cluster.brokers]
+        return any("is degraded: only 2 storage nodes are available for its 3 positions" in log for log in logs)
+
     with pxrs.open(cluster.url) as hub:
         topic = hub.create_topic("killed-node", partitions=PARTITIONS)
         all_serve(hub, topic.name)
@@ -190,12 +194,11 @@ def test_a_killed_storage_node_holds_up_no_producer_and_is_told_of_where_there_i
             with_spare_s, sender.slowest_s = sender.slowest_s, 0.0
             second.process.kill()  # two are left: as many as must acknowledge
             sender.more(2 * PARTITIONS)
+            eventually(degraded_is_logged, PATIENCE_S)
+            eventually(lambda: any(readiness(broker)["degraded"] for broker in cluster.brokers), PATIENCE_S)
             without_spare_s = sender.end()
         print(f"node killed: {with_spare_s:.2f} s with a spare, {without_spare_s:.2f} s without")  # noqa: T201
         assert max(with_spare_s, without_spare_s) < SLACK_S
-        logs = [(broker.process.directory / "log").read_text() for broker in cluster.brokers]
-        assert any("is degraded: only 2 storage nodes are available for its 3 positions" in log for log in logs)
-        assert any(readiness(broker)["degraded"] for broker in cluster.brokers)
         first.process.start()
         second.process.start()
         with sending(hub, topic.name, list(range(PARTITIONS))) as sender:

@@ -77,7 +77,7 @@ def test_a_stream_whose_hello_comes_while_the_server_stops_is_ended_without_a_go
 
 
 def test_a_server_that_stops_says_goodbye_and_ends_idle_streams_in_order(start: Start) -> None:
-    running = start(drain_s=10.0)
+    running = start(drain_s=60.0)
     running.hub.create_topic("t", partitions=1)
     with connect(running.address) as channel, Control(channel) as control, Put(channel, "t") as put:
         health = channel.unary_stream(method("Watch", "grpc.health.v1.Health"))(b"", timeout=20)
@@ -95,7 +95,7 @@ def test_a_server_that_stops_says_goodbye_and_ends_idle_streams_in_order(start: 
         assert isinstance(error_of(failed.value), Closed)
         assert list(health) == [b"\x08\x02"]
         stopping.join()
-        assert time.monotonic() - began < 5, "nobody waits for drain_s"
+        assert time.monotonic() - began < 30, "nobody waits for drain_s"
 
 
 def test_what_is_under_way_is_answered_before_the_server_stops(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

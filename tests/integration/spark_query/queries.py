@@ -20,8 +20,10 @@ from pxrs.spark.options import ReadFrom, ReadOptions, stream_options
 from pxrs.spark.reader import StreamReader
 from pxrs.spark.tasks import TaskReader
 
-OPTIONS = ReadOptions(ReadFrom("memory:", None, Topics(("orders",))), "g", lease_ttl=1.0, handover_timeout=20.0)
+OPTIONS = ReadOptions(ReadFrom("memory:", None, Topics(("orders",))), "g", lease_ttl=20.0, handover_timeout=20.0)
 SHARED = replace(OPTIONS, is_shared=True)
+HASTY = replace(OPTIONS, lease_ttl=1.0)
+"""With a lease that ends soon, for tests that wait for its end."""
 
 
 def send(hub: Hub, count: int) -> None:
@@ -52,10 +54,6 @@ def publish(hub: Hub, folder: Path, query: Query, spans: Spans, has_state: bool 
     fences = query._answer[3] if query._answer is not None else {}
     publisher = Publisher(hub.registry, hub.topic("out").log, DirectoryStaging(str(folder)))
     publisher.publish("query", 0, [], query.feeds(spans, fences), has_state=has_state)
-
-
-PATIENT = replace(OPTIONS, lease_ttl=20.0)
-"""With a lease that lives longer than any outage of these tests."""
 
 
 class Engine:

@@ -28,7 +28,7 @@ from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadFrom
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
-from tests.integration.spark_query.queries import OPTIONS, PATIENT, SHARED, checkpoints, publish, run_batch, send
+from tests.integration.spark_query.queries import OPTIONS, SHARED, checkpoints, publish, run_batch, send
 
 
 def test_rows_that_are_fewer_than_the_partitions_go_round(hub: Hub) -> None:
@@ -71,7 +71,7 @@ def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
     with hub:
         hub.create_topic("orders", partitions=partitions)
         send(hub, 40)
-        with join_query(hub, PATIENT) as query:
+        with join_query(hub, OPTIONS) as query:
             start, _ = run_batch(query, {})
             assert query.latest(start, None, None) == start
             calls = Calls(monkeypatch, registry)
@@ -97,7 +97,7 @@ def test_what_the_sink_has_committed_with_a_batch_is_not_written_again(tmp_path:
     with Hub(DirectoryLog(tmp_path), registry) as hub:
         hub.create_topic("orders", partitions=4)
         send(hub, 400)
-        with join_query(hub, PATIENT) as query:
+        with join_query(hub, OPTIONS) as query:
             end, spans = run_batch(query, {}, 100)
             publish(hub, tmp_path, query, spans, has_state=False)
             registry.after = commits.append
@@ -112,7 +112,7 @@ def test_what_the_sink_has_committed_with_a_batch_is_not_written_again(tmp_path:
 
 
 def test_an_idle_query_notices_what_its_group_does(hub: Hub) -> None:
-    with join_query(hub, replace(SHARED, lease_ttl=20.0)) as query:
+    with join_query(hub, SHARED) as query:
         start, _ = run_batch(query, {})
         assert query.latest(start, None, None) == start
         assert query._idle is not None

@@ -36,7 +36,7 @@ from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadOptions
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
-from tests.integration.spark_query.queries import OPTIONS, PATIENT, SHARED, checkpoints, publish, read, run_batch, send
+from tests.integration.spark_query.queries import HASTY, OPTIONS, SHARED, checkpoints, publish, read, run_batch, send
 
 DEADLINE_S = 20.0
 
@@ -144,7 +144,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Outage]]:
 
 def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_query(away: tuple[Hub, Outage]) -> None:
     hub, outage = away
-    with join_query(hub, PATIENT) as query:
+    with join_query(hub, OPTIONS) as query:
         start, _ = run_batch(query, {}, 100)
         lease = query.membership.member.lease
         outage.begin(refused_max=5)
@@ -162,7 +162,7 @@ def test_a_checkpoint_whose_reply_is_lost_ends_no_query(away: tuple[Hub, Outage]
     hub, _ = away
     registry = hub.registry
     assert isinstance(registry, HookedRegistry)
-    with join_query(hub, PATIENT) as query:
+    with join_query(hub, OPTIONS) as query:
         start, _ = run_batch(query, {}, 100)
         lost: list[Commit] = []
 
@@ -183,7 +183,6 @@ def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_restart(
     away: tuple[Hub, Outage], tmp_path: Path, options: ReadOptions
 ) -> None:
     hub, outage = away
-    options = replace(options, lease_ttl=20.0)
     with join_query(hub, options) as query:
         end, spans = run_batch(query, {}, 100)
         publish(hub, tmp_path, query, spans, has_state=False)
@@ -198,7 +197,7 @@ def test_after_an_outage_that_outlasts_the_lease_the_query_claims_again_and_pass
     away: tuple[Hub, Outage],
 ) -> None:
     hub, outage = away
-    with join_query(hub, OPTIONS) as query:
+    with join_query(hub, HASTY) as query:
         start, first = run_batch(query, {}, 100)
         lease = query.membership.member.lease
         assert lease is not None
@@ -215,7 +214,7 @@ def test_after_an_outage_that_outlasts_the_lease_the_query_claims_again_and_pass
 
 def test_an_outage_that_does_not_end_ends_the_query_with_advice(away: tuple[Hub, Outage]) -> None:
     hub, outage = away
-    with join_query(hub, OPTIONS) as query:
+    with join_query(hub, HASTY) as query:
         start, _ = run_batch(query, {}, 100)
         query.membership.settle_s = 0.2
         outage.begin()

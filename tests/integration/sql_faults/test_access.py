@@ -81,7 +81,7 @@ class TestAccess:
     def test_v5_a_user_that_may_only_select_reads_past_the_keys_of_a_dead_lease(self, server: PostgresServer) -> None:
         url = server.create_database("shown")
         with open_sql(url) as registry:
-            lease = registry.lease(1.0)
+            lease = registry.lease(3.0)
             registry.commit(put={"a/kept": b"", "b/kept": b""}, ephemeral={"a/held": b"", "b/held": b""}, lease=lease)
             server.sql("CREATE ROLE pxrs_reader LOGIN PASSWORD 'reader'")
             server.sql("GRANT SELECT ON pxrs_entry, pxrs_lease, pxrs_meta TO pxrs_reader", "shown")
@@ -224,7 +224,7 @@ def test_r2_the_thread_that_wakes_watches_survives_what_it_does_not_expect(
                 return sweep()
 
             monkeypatch.setattr(registry, "sweep", fail)
-            other.commit(put={"k/sweep": b""}, ephemeral={"m": b""}, lease=other.lease(0.1, renewed=False))
+            other.commit(put={"k/sweep": b""}, ephemeral={"m": b""}, lease=other.lease(1.0, renewed=False))
             eventually(lambda: not failures)
             eventually(lambda: other.get("m") is None)
             quieten(watch)

@@ -15,6 +15,7 @@ from pxrs.errors import (
 )
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.contract import Commit
+from pxrs.registry.limit import time_limit
 from pxrs.registry.sql.database import ConnectionLost, Session
 from pxrs.registry.sql.postgresql import PostgresSession
 from pxrs.registry.sql.registry import SqlRegistry
@@ -27,6 +28,9 @@ from pxrs.testing.waiting import eventually
 from tests.integration.sql_faults.stores import open_sql, plan_of, url_of, within
 
 pytestmark = pytest.mark.sampled(2, of="module")
+
+TIMEOUT_S = 3.0
+"""Of the handles: enough to connect on a busy machine. `time_limit` bounds the calls that are to fail."""
 
 
 @pytest.fixture
@@ -68,10 +72,11 @@ class TestLostReplies:
     def test_r5_a_commit_that_gets_no_answer_in_time_is_an_unknown_outcome(
         self, server: PostgresServer, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with open_sql(url_of(server, proxy, timeout=0.5)) as registry:
+        with open_sql(url_of(server, proxy, timeout=TIMEOUT_S)) as registry:
             registry.commit(put={"a": b"1"})
             count = self.before_commit(monkeypatch, proxy.drop_replies)
-            within(5, OutcomeUnknown, lambda: registry.commit(put={"a": b"2"}))
+            with time_limit(0.5):
+                within(5, OutcomeUnknown, lambda: registry.commit(put={"a": b"2"}))
             assert count == [1]
             monkeypatch.undo()
             proxy.restore()
@@ -124,7 +129,7 @@ def registry_url(server: PostgresServer, registry: SqlRegistry) -> str:
 
 class TestServerFaults:
     def test_a_stopped_server_is_an_error_in_time(self, server: PostgresServer) -> None:
-        with open_sql(url_of(server, timeout=0.6)) as registry, registry.watch("w/"):
+        with open_sql(url_of(server, timeout=TIMEOUT_S)) as registry, registry.watch("w/"):
             registry.commit(put={"a": b"1"})
             calls: list[Callable[[], object]] = [
                 lambda: registry.commit(put={"a": b"2"}),
@@ -133,7 +138,8 @@ class TestServerFaults:
             server.pause()
             try:
                 for call in calls:
-                    within(5, RegistryUnavailable, call)
+                    with time_limit(0.6):
+                        within(5, RegistryUnavailable, call)
             finally:
                 server.resume()
             # What was never answered had not sent COMMIT.
@@ -141,12 +147,14 @@ class TestServerFaults:
             assert entry.value == b"1"
 
     def test_a_silent_network_is_an_error_in_time(self, server: PostgresServer, proxy: Proxy) -> None:
-        with open_sql(url_of(server, proxy, timeout=0.5)) as registry:
+        with open_sql(url_of(server, proxy, timeout=TIMEOUT_S)) as registry:
             version = registry.commit(put={"a": b"1"})["a"]
             proxy.stall()
             # One that expects all its keys is sent whole, so nobody knows whether it arrives.
-            within(5, OutcomeUnknown, lambda: registry.commit(expect={"a": version}, delete=["a"]))
-            within(5, RegistryUnavailable, lambda: registry.commit(put={"a": b"2"}))
+            with time_limit(0.5):
+                within(5, OutcomeUnknown, lambda: registry.commit(expect={"a": version}, delete=["a"]))
+            with time_limit(0.5):
+                within(5, RegistryUnavailable, lambda: registry.commit(put={"a": b"2"}))
             proxy.restore()
             registry.commit(put={"a": b"2"})
 
@@ -186,15 +194,23 @@ class TestServerFaults:
             for _ in range(30):
                 time.sleep(0.02)  # long enough for all to be at work again, at locks or at COMMIT
                 proxy.drop_replies(close_after=0.2)
-                time.sleep(0.002)
+                try:
+                    proxy.wait_for_request(1.0)
+                except TimeoutError:  # the clients have done all their operations
+                    break
+                time.sleep(0.002)  # the server answers
                 proxy.restore()
+            proxy.restore()
 
-        seed = random.randrange(1 << 30)
         during = crash if fault == "crash" else lose_replies
-        history = record([url_of(server, proxy, timeout=4)], 3, 300, seed, keys=("a", "b", "c/d"), during=during)
-        assert fault == "crash" or any(getattr(operation, "outcome", "") == "unknown" for operation in history)
-        verdict = check(history)
-        assert verdict.ok, f"seed {seed}: {verdict}"
+        for _ in range(3):  # where a reply is lost is up to the machine, and it may be that of no COMMIT
+            seed = random.randrange(1 << 30)
+            history = record([url_of(server, proxy, timeout=4)], 3, 300, seed, keys=("a", "b", "c/d"), during=during)
+            verdict = check(history)
+            assert verdict.ok, f"seed {seed}: {verdict}"
+            if fault == "crash" or any(getattr(operation, "outcome", "") == "unknown" for operation in history):
+                return
+        pytest.fail("no outcome of a commit was unknown")
 
     def test_a_lease_survives_a_restart_of_the_server(self, server: PostgresServer) -> None:
         # Longer than a restart takes on a busy machine.
@@ -208,7 +224,7 @@ class TestServerFaults:
             assert registry.get("m") is not None
 
     def test_a_watch_that_the_network_silently_forgot_is_woken(self, server: PostgresServer, proxy: Proxy) -> None:
-        with open_sql(url_of(server, proxy, timeout=0.5)) as registry, registry.watch("w/") as watch:
+        with open_sql(url_of(server, proxy, timeout=1.5)) as registry, registry.watch("w/") as watch:
             quieten(watch)
             proxy.stall()
             with open_sql(registry_url(server, registry)) as other:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -15,7 +16,9 @@ from sqlalchemy.exc import OperationalError
 
 import pxrs
 from pxrs.errors import InvalidGroup
+from pxrs.registry import Lease
 from pxrs.testing.servers import PostgresServer
+from pxrs.testing.waiting import aside
 from tests.integration.transactions.bookings import PATIENCE_S, Place, book, loop_on, place_on, transactions
 
 
@@ -93,12 +96,25 @@ class TestSqlite:
         place = sqlite
         total = place.send(80, 2)
         lost: list[int] = []
+        is_over = threading.Event()
+
+        def renew(lease: Lease) -> int:
+            """Renew the lease until the loop is over; how often."""
+            for count in itertools.count():
+                if is_over.wait(0.3):
+                    return count
+                lease.renew()
+            raise AssertionError
+
         with pxrs.open(place.folder / "data", registry=place.registry) as hub:
-            bystander = hub.registry.lease(2.5)
-            for batch, db in transactions(place.consumer(lease_ttl=2.5, on_lost=lost.extend), place.engine, 1):
-                book(batch, db)
-                time.sleep(0.05)  # under the write lock
-            assert bystander.alive
+            renewing = aside(lambda: renew(hub.registry.lease(20)))
+            try:
+                for batch, db in transactions(place.consumer(lease_ttl=20, on_lost=lost.extend), place.engine, 1):
+                    book(batch, db)
+                    time.sleep(0.05)  # under the write lock
+            finally:
+                is_over.set()
+            assert renewing.result() >= 4
         assert not lost
         assert place.sum == total
 
