@@ -42,8 +42,8 @@ class EntryReader:
         """lock: guards the core."""
         self._node, self._core, self._journal, self._lock = node, core, journal, lock
         self.damaged: dict[str, dict[int, int]] = {}
-        """By ledger, none of which is empty, and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX. If such an
-        entry is added again, the node writes it again."""
+        """By ledger and entry: the position of a record that a read has found damaged. At most DAMAGED_MAX, and no
+        ledger without any. If such an entry is added again, the node writes it again."""
         self.damaged_count = 0
         """How many entries `damaged` has."""
         self.is_overflowing = False
