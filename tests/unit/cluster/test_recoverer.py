@@ -204,18 +204,33 @@ def test_a_node_that_hangs_holds_one_thread_for_each_question() -> None:
             hung.hangs_until.set()
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
 def test_p5_a_recovery_that_hears_nothing_makes_room_for_others_if_there_are_any(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, is_refused: bool
 ) -> None:
     """Else the partitions that wait for one node would keep all others from being opened."""
     monkeypatch.setattr(recovering, "SILENT_S", 0.05)
-    nodes = [Node("a", 0), away("b"), away("c")]
-    with scene(nodes, Quorum(3, 3, 2)) as found:
-        monkeypatch.setattr(Node, "fence", lambda *given: threading.Event().wait(0.2))  # none of them answers in time
+    if not is_refused:
+        monkeypatch.setattr(Node, "fence", lambda *given: threading.Event().wait(0.2))  # no answer in time
+    with scene([away("a"), away("b"), away("c")], Quorum(3, 3, 2)) as found:
         object.__setattr__(found.broker.settings, "recovery_s", 600.0)
-        fragment = Fragment(0, ("a", "b", "c"))
         with pytest.raises(PartitionUnavailable, match="do not answer"):
-            found.recoverer(fragment, is_crowded=True).run()
+            found.recoverer(Fragment(0, ("a", "b", "c")), is_crowded=True).run()
+
+
+def test_p5_a_registry_that_is_slow_is_not_taken_for_nodes_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery that ended meanwhile would change the record again and again, and never get on."""
+    monkeypatch.setattr(recovering, "SILENT_S", 0.05)
+    commit, is_late = MemoryRegistry.commit, threading.Event()
+
+    def slow(self: MemoryRegistry, *given: Any, **named: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            is_late.wait(0.3)
+        return commit(self, *given, **named)
+
+    monkeypatch.setattr(MemoryRegistry, "commit", slow)
+    with scene([Node("a", 0), Node("b", 0), Node("c", 0)], Quorum(3, 3, 2)) as found:
+        assert found.recoverer(Fragment(0, ("a", "b", "c")), is_crowded=True).run().record.last == 0
 
 
 def test_p5_a_recovery_reads_the_index_from_nodes_that_have_answered_it() -> None:

@@ -404,6 +404,45 @@ def test_the_next_record_is_found_wherever_the_pieces_end_in_which_it_is_searche
             assert opening._next(file.fileno(), 0, size, 0, found.node.seed, str(segment)) == second
 
 
+def test_a_header_that_goes_on_in_a_page_that_the_disk_cannot_read_is_rot(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its beginning can be read, and looks like that of a write that was cut off."""
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id, size=3_000)) == [None]
+        place = found.node.journal.end
+        assert add(found.node, entry(1, first.id, size=3_000)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    lose_mark(folder)
+    with BadPages(segment, frozenset({place // 64 + 1})).in_use(monkeypatch), started(folder, registry) as found:
+        assert [each.is_torn for each in found.node.journal.lost] == [False]
+        assert "the disk has damaged" in str(found.node.refuses)
+        assert answers(found.node, first, 2) == "+??"
+
+
+def test_c9_a_stop_in_order_after_a_failed_write_leaves_nothing_of_it(
+    folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: OpenSegment) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id)) == [None]
+        with monkeypatch.context() as patch:
+            patch.setattr(OpenSegment, "sync", fail)
+            assert isinstance(add(found.node, entry(1, first.id))[0], NodeFull)
+        record, end = node_record(registry, found.node.id), found.node.journal.end
+        registry.commit(put={node_key(found.node.id): replace(record, stopped_at=end).dump()})
+    lose_mark(folder)
+    with started(folder, registry) as found:
+        assert found.node.is_proven
+        assert answers(found.node, first) == "+---"
+
+
 @pytest.mark.parametrize("part", ["header", "body"])
 def test_c7_a_node_starts_although_the_disk_cannot_read_its_last_entry(
     folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, part: str
