@@ -181,7 +181,8 @@ def test_r6_a_renewal_proves_what_the_leader_knows_and_not_what_it_will_hear() -
 def test_r8_the_connections_of_leases_are_bounded_and_the_error_names_the_option(server: ZooKeeperServer) -> None:
     url = f"{server.url}/tests/own?namespace=t{uuid4().hex[:12]}&timeout=1&sessions=2"
     with registries.open(url) as registry:
-        on_request = [registry.lease(30, renewed=False) for _ in range(5)]  # they take turns
+        # They take turns. A renewal that finds no connection is refused after a quarter of the lease.
+        on_request = [registry.lease(8, renewed=False) for _ in range(5)]
         first, _ = registry.lease(30), registry.lease(30)
         with pytest.raises(RegistryUnavailable, match="sessions=N"):
             registry.lease(30)
