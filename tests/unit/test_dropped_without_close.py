@@ -27,6 +27,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.hub import Hub
 from pxrs.producer.sending import SendingThread
 from pxrs.queue.listener import QueueListener
+from pxrs.registry import renewal
 from pxrs.scheduler import ScheduledState
 from pxrs.testing.waiting import eventually
 
@@ -542,8 +543,9 @@ def test_a_registry_that_is_dropped_ends_its_leases_watches_and_threads(address:
             soon(lambda: other.get("a") is None)
 
 
-def test_a_lease_keeps_its_registry_and_is_kept_by_it(address: str) -> None:
-    lease = pxrs.registry.open(address).lease(4)
+def test_a_lease_keeps_its_registry_and_is_kept_by_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "RENEWALS_PER_TTL", 20)  # soon, although the lease is long
+    lease = pxrs.registry.open(address).lease(20)
     gc.collect()
     deadline = lease.deadline
     soon(lambda: lease.deadline > deadline)  # it is renewed
