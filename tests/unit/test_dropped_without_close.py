@@ -30,6 +30,7 @@ from pxrs.queue.listener import QueueListener
 from pxrs.registry import renewal
 from pxrs.scheduler import ScheduledState
 from pxrs.testing.waiting import eventually
+from tests.unit.numbered import send_numbers
 
 BOUND_S = 30.0
 LONG_S = 3_600.0
@@ -54,9 +55,7 @@ def hub(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hub]:
 
 def fill(hub: Hub, count: int, partitions: int = 1) -> None:
     hub.create_topic("t", partitions=partitions)
-    with hub.producer("t", linger_s=0) as out:
-        for number in range(count):
-            out.send(b"%d" % number, partition=number % partitions)
+    send_numbers(hub, "t", count, partitions)
 
 
 def drop(make: Callable[[], object], match: str) -> None:

@@ -18,6 +18,7 @@ from pxrs.metrics import instruments, table
 from pxrs.metrics.instruments import SERIES_MAX, Counter, Distribution, Gauge, snapshot
 from pxrs.queue.listener import QueueListener
 from pxrs.spark.watch import QueryWatch
+from tests.unit.numbered import send_numbers
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ class Since:
 def test_v2_producers_count_messages_bytes_batches_and_appends(hub: Hub) -> None:
     hub.create_topic("counted", partitions=1)
     since = Since()
-    with hub.producer("counted") as out:
+    with hub.producer("counted", linger_s=60) as out:
         for number in range(10):
             out.send(b"%d" % number, b"k")
         out.flush()
@@ -75,9 +76,7 @@ def test_v2_retries_and_errors_of_appends_are_counted(hub: Hub, monkeypatch: pyt
 
 def sent(hub: Hub, topic: str, count: int, partitions: int = 1) -> None:
     hub.create_topic(topic, partitions=partitions)
-    with hub.producer(topic) as out:
-        for number in range(count):
-            out.send(b"%d" % number, partition=number % partitions)
+    send_numbers(hub, topic, count, partitions)
 
 
 @pytest.mark.parametrize("how", ["loop", "left", "poll", "batches", "run"])
