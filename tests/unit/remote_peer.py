@@ -19,7 +19,7 @@ import grpc  # isort: skip
 
 BOUND_S = 20.0
 PUTS_READ_AHEAD = 4
-"""How many messages of a `DoPut` are read that the test has not asked for: gRPC's flow control holds the others back."""
+"""How many messages of a `DoPut` are read that the test has not asked for: flow control holds the others back."""
 LIMITS = {"commit_keys_max": 100, "commit_bytes_max": 1 << 20, "value_bytes_max": 1 << 20, "key_bytes_max": 512}
 
 

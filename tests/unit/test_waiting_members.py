@@ -96,7 +96,9 @@ def is_at_rest(inbox: Consumer) -> bool:
 
 def is_worker(thread: threading.Thread) -> bool:
     """Workers are named after their work while they run it. The threads that store events end soon, too."""
-    return "worker" in thread.name or thread.name.startswith(("pxrs-member", "pxrs-projection", "pxrs_events", "pxrs_audit"))
+    return "worker" in thread.name or thread.name.startswith(
+        ("pxrs-member", "pxrs-projection", "pxrs_events", "pxrs_audit")
+    )
 
 
 def wait(inbox: Consumer) -> int:
