@@ -175,7 +175,7 @@ def test_other_partitions_are_acknowledged_while_the_append_lock_of_one_is_held(
     directory: tuple[Path, DirectoryLog],
 ) -> None:
     folder, log = directory
-    with Producer(log.topic("t"), linger_s=0) as out:
+    with Producer(log.topic("t"), linger_s=0, tries_max=1_000) as out:
         with held_lock(folder, 1):
             table = pa.table({"value": [b"a", b"b", b"c"], "partition": [0, 1, 2]})
             receipts = [out.send(b"one append", partition=partition) for partition in range(3)]
