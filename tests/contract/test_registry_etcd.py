@@ -91,7 +91,7 @@ class TestEtcd(SharedRegistryContract):
     def test_r11_a_child_of_a_busy_process_is_told_at_once_that_it_cannot_open_its_own(self, store: Store) -> None:
         """With gRPC's own handling of forks, some of these children crash, and would if they did nothing."""
         registries = [store.open() for _ in range(3)]
-        leases = [registry.lease(5) for registry in registries]
+        leases = [registry.lease(30) for registry in registries]
         is_done = threading.Event()
 
         def keep_busy(registry: Registry) -> None:
@@ -116,7 +116,7 @@ class TestEtcd(SharedRegistryContract):
 def _open_in_a_fork(url: str) -> str:
     read_end, write_end = os.pipe()
     if (pid := os.fork()) == 0:
-        signal.alarm(5)  # it would hang
+        signal.alarm(30)  # it would hang
         said = "nothing"
         try:
             registries.open(url)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.sampled(2, of="module")
 @pytest.fixture(scope="module")
 def server() -> Iterator[ZooKeeperServer]:
     try:
-        server = ZooKeeperServer(tick_ms=200).start()
+        server = ZooKeeperServer(tick_ms=200, session_ms_max=60_000).start()
     except MissingDependency as missing:
         if os.environ.get("CI"):
             raise
@@ -181,22 +181,23 @@ def test_r6_a_renewal_proves_what_the_leader_knows_and_not_what_it_will_hear() -
 def test_r8_the_connections_of_leases_are_bounded_and_the_error_names_the_option(server: ZooKeeperServer) -> None:
     url = f"{server.url}/tests/own?namespace=t{uuid4().hex[:12]}&timeout=1&sessions=2"
     with registries.open(url) as registry:
-        on_request = [registry.lease(4, renewed=False) for _ in range(5)]  # they take turns
-        first, _ = registry.lease(4), registry.lease(4)
+        # They take turns. A renewal that finds no connection is refused after a quarter of the lease.
+        on_request = [registry.lease(8, renewed=False) for _ in range(5)]
+        first, _ = registry.lease(30), registry.lease(30)
         with pytest.raises(RegistryUnavailable, match="sessions=N"):
-            registry.lease(4)
+            registry.lease(30)
         with pytest.raises(RegistryUnavailable, match="sessions=N"):
             on_request[0].renew()
         first.close()
         assert on_request[0].renew() > SYSTEM.now()
-        with registry.lease(4) as again:
+        with registry.lease(30) as again:
             registry.commit(put={"a": b""}, lease=again)
 
 
 def test_w2_between_two_calls_nothing_is_connected_to_the_session_of_an_unrenewed_lease(
     registry: ZooKeeperRegistry, server: ZooKeeperServer
 ) -> None:
-    lease = registry.lease(4, renewed=False)
+    lease = registry.lease(30, renewed=False)
     session = lease.stored
     assert isinstance(session, VisitingSession)
     for call in (lease.renew, lambda: registry.commit(ephemeral={"m": b""}, lease=lease)):

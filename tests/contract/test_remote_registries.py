@@ -80,7 +80,7 @@ def etcd() -> Iterator[EtcdServer]:
 @pytest.fixture(scope="module")
 def zookeeper() -> Iterator[ZooKeeperServer]:
     try:
-        server = ZooKeeperServer(tick_ms=200).start()
+        server = ZooKeeperServer(tick_ms=200, session_ms_max=60_000).start()
     except MissingDependency as missing:
         if os.environ.get("CI"):
             raise

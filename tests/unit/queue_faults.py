@@ -25,6 +25,7 @@ from pxrs.registry.memory import MemoryStore
 from pxrs.registry.state import Change
 from pxrs.testing import waiting
 from pxrs.testing.hooked import HookedRegistry, SharedStore, store_of
+from tests.unit.numbered import send_numbers
 
 PATIENCE_S = 30.0
 eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
@@ -148,9 +149,7 @@ def with_topic(hub: Hub, count: int, partitions: int = 1) -> Hub:
     """Create a topic `t` with so many messages, and a queue `jobs`."""
     hub.create_topic("t", partitions=partitions)
     hub.create_queue("jobs")
-    with hub.producer("t") as out:
-        for number in range(count):
-            out.send(b"%d" % number, partition=number % partitions)
+    send_numbers(hub, "t", count, partitions)
     return hub
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -17,16 +18,20 @@ from pxrs.testing.waiting import aside
 import grpc  # isort: skip
 
 BOUND_S = 20.0
+PUTS_READ_AHEAD = 4
+"""How many messages of a `DoPut` are read that the test has not asked for: flow control holds the others back."""
 LIMITS = {"commit_keys_max": 100, "commit_bytes_max": 1 << 20, "value_bytes_max": 1 << 20, "key_bytes_max": 512}
 
 
 class Stream:
     """One stream of `DoExchange` or `DoPut`, on the server's side."""
 
-    def __init__(self, requests: Iterator[bytes], context: Any) -> None:
+    def __init__(self, requests: Iterator[bytes], context: Any, read_ahead: int = 0) -> None:
+        """read_ahead: how many messages are read that the test has not asked for; 0: all."""
         self.metadata = dict(context.invocation_metadata())
         self._context = context
         self._received: queue.SimpleQueue[flight.FlightData | None] = queue.SimpleQueue()
+        self._may_read = threading.Semaphore(read_ahead) if read_ahead else None
         self._answers: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
         self.reading = aside(lambda: self._read(requests))
 
@@ -34,11 +39,16 @@ class Stream:
         with contextlib.suppress(Exception):  # the stream was cut
             for data in requests:
                 self._received.put(flight.read_flight_data(data))
+                if self._may_read is not None:
+                    self._may_read.acquire()
         self._received.put(None)
 
     def next_data(self, timeout_s: float = BOUND_S) -> flight.FlightData | None:
         """The next message of the client; None if it has ended the stream."""
-        return self._received.get(timeout=timeout_s)
+        data = self._received.get(timeout=timeout_s)
+        if self._may_read is not None:
+            self._may_read.release()
+        return data
 
     def next(self, timeout_s: float = BOUND_S) -> dict[str, Any]:
         """The next control message of the client."""
@@ -76,6 +86,8 @@ class Stream:
     def end(self) -> None:
         """End the stream in good order."""
         self._answers.put(None)
+        if self._may_read is not None:
+            self._may_read.release(1 << 20)  # what has come is read, and then its end
 
     def answers(self) -> Iterator[bytes]:
         while (answer := self._answers.get()) is not None:
@@ -121,7 +133,7 @@ class Peer(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
 
         def serve(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            stream = Stream(requests, context)
+            stream = Stream(requests, context, PUTS_READ_AHEAD if name == "DoPut" else 0)
             self._open.append(stream)
             context.add_callback(stream.end)
             streams.put(stream)

@@ -20,6 +20,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import ConsumerBusy, GroupError, InvalidGroup
 from pxrs.hub import Hub
 from pxrs.testing.waiting import eventually
+from tests.unit.numbered import send_numbers
 
 BOUND_S = 30.0
 T = TypeVar("T")
@@ -71,9 +72,7 @@ def worker() -> Iterator[Worker]:
 
 def topic_with(hub: Hub, count: int, partitions: int = 1) -> None:
     hub.create_topic("t", partitions=partitions)
-    with hub.producer("t") as out:
-        for number in range(count):
-            out.send(b"%d" % number, partition=number % partitions)
+    send_numbers(hub, "t", count, partitions)
 
 
 def offsets(messages: list[Any]) -> list[int]:

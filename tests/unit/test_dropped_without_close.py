@@ -27,8 +27,10 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.hub import Hub
 from pxrs.producer.sending import SendingThread
 from pxrs.queue.listener import QueueListener
+from pxrs.registry import renewal
 from pxrs.scheduler import ScheduledState
 from pxrs.testing.waiting import eventually
+from tests.unit.numbered import send_numbers
 
 BOUND_S = 30.0
 LONG_S = 3_600.0
@@ -53,9 +55,7 @@ def hub(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hub]:
 
 def fill(hub: Hub, count: int, partitions: int = 1) -> None:
     hub.create_topic("t", partitions=partitions)
-    with hub.producer("t", linger_s=0) as out:
-        for number in range(count):
-            out.send(b"%d" % number, partition=number % partitions)
+    send_numbers(hub, "t", count, partitions)
 
 
 def drop(make: Callable[[], object], match: str) -> None:
@@ -542,8 +542,9 @@ def test_a_registry_that_is_dropped_ends_its_leases_watches_and_threads(address:
             soon(lambda: other.get("a") is None)
 
 
-def test_a_lease_keeps_its_registry_and_is_kept_by_it(address: str) -> None:
-    lease = pxrs.registry.open(address).lease(4)
+def test_a_lease_keeps_its_registry_and_is_kept_by_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "RENEWALS_PER_TTL", 20)  # soon, although the lease is long
+    lease = pxrs.registry.open(address).lease(20)
     gc.collect()
     deadline = lease.deadline
     soon(lambda: lease.deadline > deadline)  # it is renewed

@@ -38,8 +38,8 @@ from pxrs.testing.waiting import aside, eventually
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 0.4
-"""Of the store."""
-SLACK_S = 5.0
+"""Of the store, for a call that it does not answer. Other calls have PATIENCE_S: they must succeed."""
+SLACK_S = 20.0
 """What a busy machine may add to a call. A call that waits for one of the member's own, which waits too, takes longer:
 `PATIENCE_S`."""
 KEYS = Keys("g")
@@ -49,7 +49,7 @@ T = TypeVar("T")
 class Stalling(MemoryRegistry):
     """A handle whose calls wait while it is stalled, for as long as its time and the caller's limit allow."""
 
-    timeout_s = TIMEOUT_S
+    timeout_s = PATIENCE_S
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -158,11 +158,15 @@ def scene() -> Iterator[Scene]:
         scene.registry.goes_on.set()
 
 
-def in_time(call: Callable[[], object], kind: type[T]) -> T:
-    """The error that the call raises within the store's time."""
+def in_time(scene: Scene, call: Callable[[], object], kind: type[T], timeout_s: float = TIMEOUT_S) -> T:
+    """The error that the call raises within the store's time.
+
+    timeout_s: the store's time during this call; PATIENCE_S if the store answers."""
+    scene.registry.timeout_s = timeout_s
     began = time.monotonic()
     with pytest.raises(kind) as raised:  # type: ignore[type-var]
         aside(call).result(PATIENCE_S)
+    scene.registry.timeout_s = PATIENCE_S
     assert time.monotonic() - began < TIMEOUT_S + SLACK_S
     assert type(raised.value) is kind
     assert isinstance(raised.value, GroupError)
@@ -173,7 +177,7 @@ def test_a_commit_that_the_store_does_not_take_in_time_names_what_was_not_writte
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
     scene.registry.stall()
-    error = in_time(inbox.commit, GroupUnavailable)
+    error = in_time(scene, inbox.commit, GroupUnavailable)
     assert error.partitions == (0, 1)
     assert "was not written" in str(error)
     assert "lost" not in str(error)
@@ -187,7 +191,7 @@ def test_r5_a_commit_whose_reply_is_lost_says_that_it_may_have_been_written(scen
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
     scene.registry.replies.clear()
-    error = in_time(inbox.commit, CommitUnknown)
+    error = in_time(scene, inbox.commit, CommitUnknown)
     assert error.partitions == (0, 1)
     assert "may have been written" in str(error)
     assert isinstance(error.__cause__, OutcomeUnknown)
@@ -199,12 +203,10 @@ def test_r5_a_commit_whose_reply_is_lost_says_that_it_may_have_been_written(scen
 def test_a_commit_does_not_wait_longer_because_the_member_waits_for_the_store_too(scene: Scene) -> None:
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
-    scene.registry.timeout_s = PATIENCE_S  # of the member's own call, which holds the mutex
-    scene.registry.stall()
+    scene.registry.stall()  # PATIENCE_S for the member's own call, which holds the mutex
     inbox._member.wake()
     assert scene.registry.waiting.wait(PATIENCE_S)
-    scene.registry.timeout_s = TIMEOUT_S
-    error = in_time(inbox.commit, CommitUnknown)
+    error = in_time(scene, inbox.commit, CommitUnknown)
     assert error.partitions == (0, 1)
     scene.registry.goes_on.set()
     inbox.commit()
@@ -216,13 +218,13 @@ def test_a_commit_of_several_steps_has_one_time_for_all_of_them(scene: Scene) ->
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
     scene.registry.replies.clear()
-    in_time(inbox.commit, CommitUnknown)
+    in_time(scene, inbox.commit, CommitUnknown)
     scene.registry.replies.set()
     scene.registry.timeout_s, scene.registry.slowness_s = 2.0, 1.5
     began = time.monotonic()
     with pytest.raises(CommitUnknown) as raised:  # still: the first try may have been written
         aside(inbox.commit).result(PATIENCE_S)
-    assert time.monotonic() - began < 5.0, "five answers take 7.5 s"
+    assert time.monotonic() - began < 7.0, "five answers take 7.5 s"
     assert raised.value.partitions == (0, 1)
     assert isinstance(raised.value.__cause__, RegistryUnavailable)
 
@@ -235,7 +237,7 @@ def test_a_commit_after_the_lease_has_ended_says_so_and_not_that_somebody_took_t
     lease.expire()
     inbox._member.wake()
     eventually(lambda: len(inbox._settling._lost) == 2, PATIENCE_S)
-    error = in_time(inbox.commit, PartitionLost)
+    error = in_time(scene, inbox.commit, PartitionLost, PATIENCE_S)
     assert error.partitions == (0, 1)
     assert "the lease of this member ended" in str(error)
     assert "taken" not in str(error)
@@ -246,7 +248,7 @@ def test_a_commit_that_is_refused_says_that_the_partition_was_taken(scene: Scene
     scene.read_one_of_each(inbox)
     for entry in scene.observer.registry.scan(KEYS.owners):
         scene.observer.registry.commit(put={entry.key: entry.value})
-    error = in_time(inbox.commit, PartitionLost)
+    error = in_time(scene, inbox.commit, PartitionLost, PATIENCE_S)
     assert error.partitions == (0, 1)
     assert "has taken it" in str(error)
 
@@ -254,7 +256,6 @@ def test_a_commit_that_is_refused_says_that_the_partition_was_taken(scene: Scene
 def test_a_commit_that_waits_for_a_member_that_has_lost_everything_says_lost(scene: Scene) -> None:
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
-    scene.registry.timeout_s = PATIENCE_S
     lease = inbox._member.lease
     assert lease is not None
     with inbox._member.session.mutex:
@@ -262,8 +263,7 @@ def test_a_commit_that_waits_for_a_member_that_has_lost_everything_says_lost(sce
         lease.expire()
     inbox._member.wake()
     eventually(lambda: len(inbox._settling._lost) == 2, PATIENCE_S)
-    scene.registry.timeout_s = TIMEOUT_S
-    error = in_time(inbox.commit, PartitionLost)
+    error = in_time(scene, inbox.commit, PartitionLost)
     assert error.partitions == (0, 1)
     assert "the lease of this member ended" in str(error)
 
@@ -276,7 +276,7 @@ def test_close_ends_in_time_and_names_what_it_could_not_write(scene: Scene) -> N
     scene.read_one_of_each(inbox)
     inbox.poll(1, timeout=PATIENCE_S)  # what came before is done
     scene.registry.stall()
-    error = in_time(inbox.close, GroupUnavailable)
+    error = in_time(scene, inbox.close, GroupUnavailable)
     assert error.partitions == (0, 1)
     assert "could not write the last checkpoint of partitions 0, 1" in str(error)
     lease = inbox._member.lease
@@ -289,7 +289,7 @@ def test_close_whose_last_reply_is_lost_says_that_it_may_have_been_written(scene
     scene.read_one_of_each(inbox)
     inbox.poll(1, timeout=PATIENCE_S)
     scene.registry.replies.clear()
-    error = in_time(inbox.close, CommitUnknown)
+    error = in_time(scene, inbox.close, CommitUnknown)
     assert error.partitions == (0, 1)
     assert sorted(scene.checkpoints()) == [1, 1]
 
@@ -300,12 +300,10 @@ def test_close_does_not_wait_longer_because_the_member_waits_for_the_store_and_l
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
     inbox.poll(1, timeout=PATIENCE_S)
-    scene.registry.timeout_s = PATIENCE_S
     scene.registry.stall()
     inbox._member.wake()
     assert scene.registry.waiting.wait(PATIENCE_S)
-    scene.registry.timeout_s = TIMEOUT_S
-    error = in_time(inbox.close, CommitUnknown)
+    error = in_time(scene, inbox.close, CommitUnknown)
     assert error.partitions == (0, 1)
     assert scene.members() == 1
     scene.registry.goes_on.set()
@@ -337,7 +335,7 @@ def test_close_that_finds_a_partition_taken_says_which_of_its_work_was_not_writt
     entry = scene.observer.registry.get(key)
     assert entry is not None
     scene.observer.registry.commit(put={key: entry.value})
-    error = in_time(inbox.close, PartitionLost)
+    error = in_time(scene, inbox.close, PartitionLost, PATIENCE_S)
     assert error.partitions == (1,)
     assert scene.checkpoints() == [1, 0]
 
@@ -349,7 +347,7 @@ def test_close_that_finds_a_partition_taken_says_which_of_its_work_was_not_writt
 def test_a_join_during_which_the_store_stalls_is_an_error_of_the_group(scene: Scene, answered: int) -> None:
     """The list of members, the lease, the member's key, the pins: whichever is not answered."""
     scene.registry.calls_left = answered
-    error = in_time(lambda: scene.hub.consumer("t", "g", lease_ttl=1.0), GroupUnavailable)
+    error = in_time(scene, lambda: scene.hub.consumer("t", "g", lease_ttl=1.0), GroupUnavailable)
     assert error.partitions == ()
     assert "could not join, and owns nothing" in str(error)
     scene.registry.calls_left = None
@@ -361,7 +359,7 @@ def test_a_join_during_which_the_store_stalls_is_an_error_of_the_group(scene: Sc
 
 def test_a_join_whose_reply_is_lost_is_an_error_of_the_group(scene: Scene) -> None:
     scene.registry.replies.clear()
-    in_time(lambda: scene.hub.consumer("t", "g"), GroupUnavailable)
+    in_time(scene, lambda: scene.hub.consumer("t", "g"), GroupUnavailable)
     eventually(lambda: scene.members() == 0, PATIENCE_S)
 
 
@@ -376,7 +374,7 @@ def test_a_lease_that_ends_during_the_join_is_an_error_of_the_group(
         return lease
 
     monkeypatch.setattr(scene.registry, "_lease", ended)
-    error = in_time(lambda: scene.hub.consumer("t", "g"), GroupUnavailable)
+    error = in_time(scene, lambda: scene.hub.consumer("t", "g"), GroupUnavailable, PATIENCE_S)
     assert isinstance(error.__cause__, LeaseExpired)
 
 
@@ -399,7 +397,7 @@ def test_a_transactions_checkpoint_that_cannot_be_had_in_time_leaves_everything_
 
     holding = aside(hold)
     assert held.wait(PATIENCE_S)
-    in_time(transaction.commit, GroupUnavailable)
+    in_time(scene, transaction.commit, GroupUnavailable)
     leave.set()
     holding.result(PATIENCE_S)
     assert scene.checkpoints() == [0, 0]

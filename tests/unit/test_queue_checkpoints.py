@@ -24,6 +24,7 @@ from pxrs.model import Message
 from pxrs.registry.memory import MemoryStore
 from pxrs.testing.hooked import SharedStore, store_of
 from pxrs.testing.waiting import aside
+from tests.unit.numbered import send_numbers
 from tests.unit.queue_faults import (
     PATIENCE_S,
     be_away,
@@ -44,9 +45,7 @@ from tests.unit.queue_faults import (
 def topic(hub: Hub) -> Hub:
     hub.create_topic("t", partitions=1)
     hub.create_queue("jobs")
-    with hub.producer("t") as out:
-        for number in range(5):
-            out.send(b"%d" % number)
+    send_numbers(hub, "t", 5)
     return hub
 
 

@@ -20,7 +20,7 @@ CONFTEST = """
 from tests.limits import Limits
 
 def pytest_configure(config):
-    config.pluginmanager.register(Limits(grace_s=0.5))
+    config.pluginmanager.register(Limits(grace_s=GRACE_S))
     config.addinivalue_line("markers", "limit(seconds): as in the real suite")
 """
 SERVER = """
@@ -37,8 +37,10 @@ def server():
 """
 
 
-def run(folder: Path, tests: str, *options: str) -> subprocess.Popen[str]:
-    folder.joinpath("conftest.py").write_text(CONFTEST)
+def run(folder: Path, tests: str, *options: str, grace_s: float = 60.0) -> subprocess.Popen[str]:
+    """grace_s: the time between two signals to a test that has reached its limit. It begins before the stacks and
+    processes are written down."""
+    folder.joinpath("conftest.py").write_text(CONFTEST.replace("GRACE_S", str(grace_s)))
     folder.joinpath("test_it.py").write_text(SERVER + tests)
     arguments = [sys.executable, "-m", "tests.run", "-q", f"--rootdir={folder}", "-p", "no:cacheprovider", *options]
     return subprocess.Popen(
@@ -95,6 +97,7 @@ def test_next(server):
     pass
 """,
         "--numprocesses=1",
+        grace_s=0.5,
     )
     out, _ = process.communicate(timeout=60)
     assert "The test ignores its limit" in out

@@ -17,6 +17,7 @@ import pytest
 import pxrs
 from pxrs import scheduler, waiting
 from pxrs.consumer.consumer import Consumer
+from pxrs.events import buffer
 from pxrs.group import projection
 from pxrs.hub import Hub
 from pxrs.scheduler import ScheduledState
@@ -32,6 +33,7 @@ def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(scheduler, "IDLE_S", 0.05)
     monkeypatch.setattr(waiting, "LINGER_S", 0.05)
     monkeypatch.setattr(projection, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(buffer, "IDLE_S", 0.05)
     with pxrs.open("memory:" if request.param == "memory" else tmp_path / "data") as hub:
         hub.create_topic("t", partitions=1)
         yield hub
@@ -93,8 +95,10 @@ def is_at_rest(inbox: Consumer) -> bool:
 
 
 def is_worker(thread: threading.Thread) -> bool:
-    """Workers are named after their work while they run it."""
-    return "worker" in thread.name or thread.name.startswith(("pxrs-member", "pxrs-projection"))
+    """Workers are named after their work while they run it. The threads that store events end soon, too."""
+    return "worker" in thread.name or thread.name.startswith(
+        ("pxrs-member", "pxrs-projection", "pxrs_events", "pxrs_audit")
+    )
 
 
 def wait(inbox: Consumer) -> int:

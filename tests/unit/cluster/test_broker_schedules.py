@@ -17,7 +17,7 @@ pytest.importorskip("grpc")
 
 from pxrs.cluster import records as keys
 from pxrs.cluster.broker.beginning import Claim
-from pxrs.cluster.broker.context import Broker, BrokerSettings
+from pxrs.cluster.broker.context import Broker
 from pxrs.cluster.broker.log import ClusterTopic
 from pxrs.cluster.broker.nodes import NodeLinks
 from pxrs.cluster.broker.opened import Opened
@@ -44,15 +44,13 @@ from pxrs.testing.log_fixtures import new_topic, origin, records, values_from
 from pxrs.testing.waiting import aside, eventually
 
 _numbers = itertools.count()
-APPEND_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallCluster]:
     store = MemoryStore()
     folder = Path(tmp_path_factory.mktemp("cluster"))
-    settings = BrokerSettings(append_s=APPEND_S)
-    with small_cluster(folder, lambda: MemoryRegistry(store), settings=settings) as cluster:
+    with small_cluster(folder, lambda: MemoryRegistry(store)) as cluster:
         yield cluster
 
 
@@ -272,9 +270,21 @@ def test_a_retry_with_more_rows_than_are_stored_does_not_stop_the_partition(foun
     assert found.partition.why_not is None
 
 
-def test_an_append_that_has_waited_for_room_gets_its_whole_time(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_append_s(found: Found) -> Iterator[float]:
+    """The `append_s` of the owner: the test sets the clock forward by about that much, and no lease ends."""
+    settings = found.broker.settings
+    before = settings.append_s
+    object.__setattr__(settings, "append_s", 2.0)
+    yield 2.0
+    object.__setattr__(settings, "append_s", before)
+
+
+def test_an_append_that_has_waited_for_room_gets_its_whole_time(
+    found: Found, short_append_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waits almost `append_s` for the next ledger. Then the nodes still have `append_s` to answer."""
-    partition = found.partition
+    partition, append_s = found.partition, short_append_s
     partition._is_rolling = True
     waits, wait = threading.Event(), partition._changed.wait
     passed_s, real = [0.0], time.monotonic
@@ -289,12 +299,12 @@ def test_an_append_that_has_waited_for_room_gets_its_whole_time(found: Found, mo
     assert waits.wait(10)
     slow = _Slow(monkeypatch)
     with partition.lock:
-        passed_s[0] = 0.9 * APPEND_S
+        passed_s[0] = 0.9 * append_s
         partition._is_rolling = False
         partition._changed.notify_all()
     assert slow.reached.wait(10)
     with partition.lock:
-        passed_s[0] = 1.2 * APPEND_S
+        passed_s[0] = 1.2 * append_s
         waits.clear()
         partition._changed.notify_all()
     eventually(lambda: waits.is_set() or stored.done())

@@ -28,6 +28,7 @@ from tests.unit.consumer.reading import (
     on_commit,
     owner,
     polled,
+    settle,
     steal,
     take,
     wake,
@@ -109,6 +110,7 @@ def test_x22_a_revoke_that_is_not_finished_leaves_the_watermark_to_the_next_owne
         for each in found:
             if each.offset in (0, 2, 3):
                 first.ack(each)
+        eventually(lambda: [checkpoint(hub, partition) for partition in range(2)] == [1, 1])
         with hub.consumer("t", "g", **short) as second:
             (moving,) = eventually(lambda: set(second.assignment))
             assert offsets(polled(second, 3)) == [1, 2, 3]
@@ -219,8 +221,9 @@ def test_x13_a_commit_that_comes_while_all_is_given_up_is_refused(hub: Hub, monk
                 late.append(aside(inbox.commit))
                 eventually(lambda: all(lane.is_drained for lane in inbox._lanes.owned()))
 
+        settle(inbox, partitions=1)
+        on_commit(hub, monkeypatch, interrupted)  # before the time of what is handed out begins
         polled(inbox, 1)
-        on_commit(hub, monkeypatch, interrupted)
         eventually(lambda: late)
         with pytest.raises(PartitionLost):
             late[0].result()

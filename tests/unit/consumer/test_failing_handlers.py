@@ -163,18 +163,22 @@ def test_g8_a_message_is_not_tried_again_once_its_partition_may_be_anothers(hub:
     """To try again is to hand out."""
     create(hub, count=1)
     tried: list[int] = []
+    is_lost = threading.Event()
 
     def handle(message: Message) -> None:
         tried.append(message.epoch)
+        if message.epoch == 1:
+            assert is_lost.wait(BOUND_S)
         raise ValueError("not yet")
 
-    options: dict[str, Any] = {"on_error": "retry", "retries_max": 5, "retry_pause": 0.3}
+    options: dict[str, Any] = {"on_error": "retry", "retries_max": 5, "retry_pause": 0.05}
     with hub.consumer("t", "g", commit_interval=SOON_S, **options) as inbox:
         running = aside(lambda: inbox.run(handle))
         eventually(lambda: tried)
         lease = inbox._member.lease
         assert lease is not None
         lease.expire()  # as when the process has slept
+        is_lost.set()
         eventually(lambda: max(tried) > 1)  # as a new member
         inbox.stop()
         running.result()

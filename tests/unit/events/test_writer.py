@@ -205,7 +205,7 @@ def test_close_stores_what_waits_and_the_callback_tells_that_it_is_stored(
     eventually(lambda: not writer.keep(Event("member.joined", 1, {"member": "late"})))
     store.is_free.set()
     closing.result(WAIT_S)
-    assert told == ["first", "second"]
+    eventually(lambda: told == ["first", "second"], what=lambda: told)
     assert [each.name for each in store.stored if each.fields["member"] == "m"] == ["member.joined", "member.left"]
 
 

@@ -91,7 +91,7 @@ def test_a_traceparent_is_read_as_it_was_written() -> None:
 
 def test_v2_a_batch_is_a_span_that_its_messages_name_and_consumers_link_to(hub: Hub, traced: Traced) -> None:
     hub.create_topic("t", partitions=1)
-    with hub.producer("t") as out:
+    with hub.producer("t", linger_s=60) as out:
         out.send(b"1", b"k")
         out.send(b"2", b"k", headers=[("a", b"b")])
         out.send(b"3", b"k", headers=[(HEADER, PARENT)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from pxrs.log.contract import Append
 from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome
 from pxrs.model import Topic
+from pxrs.producer.appender import _Lane
+from pxrs.producer.producer import Producer
+from pxrs.testing.waiting import eventually
 
 
 class Fickle(MemoryTopic):
@@ -83,3 +87,35 @@ class Failing:
 
 def make(partitions: int = 4, **settings: Any) -> Fickle:
     return Fickle(Topic("orders", "id", partitions, **settings))
+
+
+def was_tried(lane: _Lane) -> bool:
+    """The log has answered a try, and the next one has not begun."""
+    return lane.tries > 0 and not lane.is_trying
+
+
+def is_given(lane: _Lane) -> bool:
+    """The log was given the batches and has not answered."""
+    return lane.is_given
+
+
+def expire(out: Producer, when: Callable[[_Lane], bool], left_s: float = 0.0) -> None:
+    """Wait until all partitions that have a batch are such ones. Then let the `delivery_timeout` of these batches be
+    over in `left_s` seconds, with no grace for an answer of the log. A short `delivery_timeout` instead may be over
+    before the log was given anything."""
+    appender = out.sending._appender
+
+    def shorten() -> bool:
+        with appender.lock:
+            lanes = list(appender._active.values())
+            if not lanes or not all(map(when, lanes)):
+                return False
+            appender.grace_s = 0.0
+            expires_at = time.monotonic() + left_s
+            for lane in lanes:
+                for batch in [each for part in lane.parts for each in part] + list(lane.queue):
+                    batch.expires_at = expires_at
+            return True
+
+    eventually(shorten)
+    appender._changed()

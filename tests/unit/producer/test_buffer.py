@@ -49,7 +49,9 @@ def test_x16_a_full_buffer_blocks_and_then_raises() -> None:
         with pytest.raises(BufferFull, match="buffer_bytes"):
             out.send_batch(pa.table({"value": [b"." * 5000]}))
         gate.opened.set()
+        out.flush()  # `send` waits for room no longer than 0.05 s
         out.send(b"now", partition=0)
+        out.flush()
         out.send(b"." * 20_000, partition=0)  # larger than the buffer: alone
         out.flush()
     assert topic.end(0) == sent + 2

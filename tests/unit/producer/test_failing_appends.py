@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ from pxrs.log.memory import MemoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.producer import appender
+from pxrs.producer.outbox import Outbox
 from pxrs.producer.producer import Producer
 from tests.unit.producer.failing import Failing, Fickle, Gate, make
 
@@ -141,10 +143,20 @@ def test_l4_a_batch_gets_one_other_name_and_no_third(single: tuple[Fickle, Produ
     assert len({append.origin.producer for call in topic.calls for append in call}) == len(topic.calls) == 2
 
 
-def test_w1_only_a_partition_whose_reply_was_lost_is_resent_and_under_the_same_origin(topic: Fickle) -> None:
+def test_w1_only_a_partition_whose_reply_was_lost_is_resent_and_under_the_same_origin(
+    topic: Fickle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, are_sent = Outbox.take, threading.Event()
+
+    def take_all(self: Outbox) -> bool:
+        assert are_sent.wait(30)
+        return take(self)
+
+    monkeypatch.setattr(Outbox, "take", take_all)
     topic.lost_replies = {1: 2}
     with Producer(topic, linger_s=60, batch_rows=1) as out:
         receipts = [out.send(b"%d" % number, partition=number % 2) for number in range(4)]
+        are_sent.set()
         out.flush()
         assert [receipt.result(0) for receipt in receipts] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     first, *resent = topic.calls

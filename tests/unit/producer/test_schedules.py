@@ -16,9 +16,9 @@ from pxrs.model import Topic
 from pxrs.producer.appender import UNRETURNED_MAX, Appender, Call
 from pxrs.producer.outbox import Outbox
 from pxrs.producer.producer import Producer
-from pxrs.producer.receipts import Result, SentBatch
+from pxrs.producer.receipts import Receipt, Result, SentBatch
 from pxrs.producer.sending import SendingThread
-from tests.unit.producer.failing import Fickle, Gate, make
+from tests.unit.producer.failing import Fickle, Gate, expire, is_given, make
 
 SOON_S = 30.0
 """For what takes no time on an idle machine."""
@@ -168,12 +168,17 @@ def test_what_an_append_has_told_counts_although_it_returns_while_it_is_found_to
 
 
 def test_a_partition_whose_appends_never_return_takes_no_more_than_two_threads(held: Held) -> None:
-    out = Producer(held, linger_s=0, delivery_timeout=0.1)
-    for _ in range(4):
+    out = Producer(held, linger_s=0, delivery_timeout=60)
+    for number in range(4):
+        receipt = out.send(b"a", partition=1)
+        if number < UNRETURNED_MAX:
+            expire(out, is_given)
+        else:
+            expire(out, lambda lane: True, left_s=0.1)
         with pytest.raises(AppendFailed):
-            out.send(b"a", partition=1).result(SOON_S)
+            receipt.result(SOON_S)
     assert len(held.waiting) == UNRETURNED_MAX
-    assert out.sending._busy == UNRETURNED_MAX
+    assert wait_until(lambda: out.sending._busy == UNRETURNED_MAX), "a leader that looks for an append counts as busy"
     held.gate.opened.set()
     assert wait_until(lambda: not out.sending._busy)
     out.send(b"b", partition=1).result(SOON_S)
@@ -183,9 +188,11 @@ def test_a_partition_whose_appends_never_return_takes_no_more_than_two_threads(h
 
 def test_a_partition_whose_append_never_returns_goes_on_although_nothing_else_is_sent(held: Held) -> None:
     """The former leader is in the append, and the present one makes no appends that are apart from others."""
-    out = Producer(held, linger_s=0, delivery_timeout=0.2)
+    out = Producer(held, linger_s=0, delivery_timeout=60)
+    receipt = out.send(b"a", partition=1)
+    expire(out, is_given)
     with pytest.raises(AppendUnknown):
-        out.send(b"a", partition=1).result(SOON_S)
+        receipt.result(SOON_S)
     out.send(b"b", partition=1)
     assert wait_until(lambda: len(held.waiting) == 2)
     held.gate.opened.set()
@@ -215,28 +222,50 @@ def test_the_delivery_timeout_counts_from_the_first_message_and_not_from_when_it
 
 def test_a_message_that_has_lingered_for_most_of_its_time_is_stored(topic: Fickle) -> None:
     """It is the first one, and to be tried apart from others: there is no second thread yet."""
-    with Producer(topic, linger_s=2, delivery_timeout=2.6) as out:
-        assert out.send(b"a", partition=0).result(SOON_S) == (0, 0)
+    linger_s, left_s = 60, 19
+    with Producer(topic, linger_s=linger_s, delivery_timeout=linger_s + left_s) as out:
+        outbox = out.sending.outbox
+        before = outbox.lingers_since
+        receipt = out.send(b"a", partition=0)
+        assert wait_until(lambda: outbox.lingers_since > before), "the leader has seen the message"
+        with outbox.lock:  # as if it had been sent that long ago
+            outbox.lingers_since -= linger_s
+            outbox.chunk.opened_at -= linger_s
+        out.sending._appender._changed()
+        assert receipt.result(SOON_S) == (0, 0)
 
 
 def test_a_look_up_that_never_returns_holds_up_another_partition_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    topic, gate = make(2), threading.Event()
+    topic, asked, gate = make(2), threading.Event(), threading.Event()
     end = topic.end
 
     def hanging(partition: int) -> int:
+        asked.set()
         assert partition == 1 or gate.wait(SOON_S)
         return end(partition)
 
+    def sent(out: Producer) -> list[Receipt]:
+        receipts = [out.send(b"a", partition=partition) for partition in range(2)]
+        with pytest.raises(TimeoutError):
+            out.flush(timeout=0)
+        return receipts
+
     monkeypatch.setattr(topic, "end", hanging)
-    out = Producer(topic, linger_s=0.4, delivery_timeout=0.5)
-    receipts = []
-    for _ in range(2):
-        receipts += [out.send(b"a", partition=partition) for partition in range(2)]
-        with pytest.raises(AppendFailed, match="it was not given to the log"):
-            out.flush()
-    assert receipts[3].result(0) == (1, 0)
+    out = Producer(topic, linger_s=60, delivery_timeout=90)
+    first = sent(out)
+    assert asked.wait(SOON_S)
+    expire(out, lambda lane: lane.is_trying)
+    with pytest.raises(AppendFailed, match="it was not given to the log"):
+        out.flush()
+    for each in first:
+        with pytest.raises(AppendFailed):
+            each.result(0)
+    stuck, stored = sent(out)
+    assert stored.result(SOON_S) == (1, 0)
+    assert not stuck.is_done
     gate.set()
     out.close()
+    assert stuck.result(0) == (0, 0)
 
 
 def test_a_thread_that_is_not_needed_ends_only_if_another_one_is_free(
@@ -265,6 +294,7 @@ def test_close_with_a_timeout_lets_the_leader_fail_what_waits_because_an_interru
         abandon(self)
 
     monkeypatch.setattr(Appender, "abandon", noted)
+    monkeypatch.setattr("pxrs.producer.sending.LATE_S", 60.0)  # `close` waits half of it for the leader
     out = Producer(held, linger_s=0)
     receipt = out.send(b"a", partition=1)
     assert held.gate.reached.wait(SOON_S)

@@ -205,7 +205,9 @@ def test_20000_messages_without_a_key_in_one_flush_reach_all_8_partitions(way: s
         assert numbers == sorted(numbers), "within a partition in the order in which they were sent"
 
 
-def test_large_messages_without_a_key_are_spread_by_their_bytes(topic: Fickle) -> None:
+def test_large_messages_without_a_key_are_spread_by_their_bytes(topic: Fickle, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No other thread takes the lead, and some of the messages, while the first append waits at the gate.
+    monkeypatch.setattr("pxrs.producer.sending.SLOW_S", 3600.0)
     gate = topic.before = Gate()
     with Producer(topic, linger_s=0, batch_bytes=1 << 16) as out:
         out.send(b"first", partition=0)

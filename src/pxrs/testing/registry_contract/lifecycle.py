@@ -42,7 +42,7 @@ class Lifecycle(Fixtures):
         assert entry.value == b"kept"
 
     def test_r11_use_after_fork_raises(self, store: Store, registry: Registry) -> None:
-        lease = registry.lease(store.backend.ttl)
+        lease = registry.lease(30)
         registry.commit(ephemeral={"mine": b""}, lease=lease)
         calls: list[Callable[[], object]] = [
             lambda: registry.get("a"),
