@@ -24,6 +24,8 @@ with contextlib.suppress(ImportError):
     # pxrs must be the first to import gRPC: otherwise children that tests fork crash now and then.
     import pxrs.grpc_fork  # noqa: F401
 
+from pxrs import launching
+
 # A failed `assert` of a module that lies beside the tests shows its values, as one of a test does.
 pytest.register_assert_rewrite("tests.acceptance", "tests.integration", "tests.unit")
 
@@ -36,6 +38,10 @@ java_archive.use(os.environ)
 temporary_files.use_memory()
 # pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Each worker of a run has ports of its own: see `launching.PORTS`.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    launching.PORTS = launching.PORTS[int(worker.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
 
 # `pxrs.cli.app.main` has typer build all commands each time it is called, which takes longer than most commands do.
 typer.main.get_command = functools.cache(typer.main.get_command)

@@ -23,6 +23,9 @@ from pxrs.errors import MissingDependency
 
 HOST: Final = "127.0.0.1"
 
+PORTS = range(15_000, 32_000)
+"""The ports that `free_ports` chooses from. The workers of a test run have a part each: a port that one of them has
+been given, and nobody listens on yet, would be free for the others."""
 _ports_taken: set[int] = set()
 _ports_lock = threading.Lock()
 
@@ -37,7 +40,9 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     with _ports_lock:
         while len(ports) < count:
-            port = random.randrange(15000, 32000)
+            port = random.choice(PORTS)
+            if len(_ports_taken) >= len(PORTS) // 2:
+                _ports_taken.clear()  # those of long ago are given out again
             if port not in _ports_taken and _can_listen(port):
                 _ports_taken.add(port)
                 ports.append(port)
