@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import pxrs
+from pxrs.cli import upkeep as command
 from pxrs.clock import ManualClock
 from pxrs.errors import RegistryUnavailable
 from pxrs.hub import Hub
@@ -24,6 +25,7 @@ from pxrs.testing.waiting import eventually
 from pxrs.upkeep import janitor as janitor_module
 from pxrs.upkeep.duties import Round
 from pxrs.upkeep.election import Role
+from pxrs.upkeep.janitor import UpkeepStatus
 from pxrs.upkeep.records import RoundReport
 from pxrs.upkeep.schedule import LOOK_S, ROUND_S, ROUND_S_MIN, Schedule, retention_interval_s
 from tests.unit.upkeep.hubs import DAY_S, HOUR_S, Place, send_old
@@ -258,11 +260,18 @@ def test_the_command_does_a_round_and_shows_who_keeps_the_hub(
         assert "last round" in shown.out
         hub.close()
 
+    is_shown, role_text = threading.Event(), command._role_text
+
+    def shown_role(found: UpkeepStatus) -> str:
+        is_shown.set()
+        return role_text(found)
+
     def stop_when_elected() -> None:
-        with pxrs.open(tmp_path) as observer:
-            eventually(lambda: observer.upkeep().janitor, 30)
+        """And when the command has seen it: others see its claim in the registry a moment before."""
+        is_shown.wait(30)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    monkeypatch.setattr(command, "_role_text", shown_role)
     stopper = threading.Thread(target=stop_when_elected)
     stopper.start()
     shown = run_here(monkeypatch, capsys, ("upkeep", *at))
