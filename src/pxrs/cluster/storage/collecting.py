@@ -152,6 +152,8 @@ class Collector:
         }
         for ledger, entries in damaged.items():
             self._each(ledger, functools.partial(self._compare_damaged, entries))
+        for begin, end in node.rotten:
+            node.move_out(begin, end)
         if node.is_unchecked and self._compare_all(is_news=True) is not None:
             node.checked()
             self._compared.clear()

@@ -157,6 +157,8 @@ class StorageNode:
         )
         self.cleared = 0
         """See `Load.cleared`."""
+        self.rotten: frozenset[tuple[int, int]] = frozenset()
+        """Damaged ranges of the journal in which there are live entries. Replaced under the lock."""
         self.is_unchecked = not self.is_proven or self.journal.is_unchecked
         """Whether closed ledgers may lack entries that the node had, and were not compared with the index since."""
         for base in bases:
@@ -196,7 +198,7 @@ class StorageNode:
         free_bytes = self._room.free_bytes  # without the lock: the disk may hang
         with self.lock:
             damaged = self._reader.damaged_count + self._reader.is_overflowing
-            damaged += sum(not each.is_torn for each in self.journal.lost)
+            damaged += len(self.rotten) + sum(not each.is_torn for each in self.journal.lost)
             # A ledger of staged rows that is not closed is recovered by nobody.
             doubts = sum(not ledger.startswith(staged.LEDGER) for ledger in self.index.doubts)
             return Load(
@@ -275,8 +277,11 @@ class StorageNode:
 
     def move_out(self, begin: int, end: int) -> None:
         """Write the live records of a damaged range again that the node knows without reading them: all but entries. If
-        nothing live is left in the range, record that it is damaged. Raises NodeFull, NodeUnreachable, OSError."""
+        nothing live is left in the range, record that it is damaged; else it stays in `rotten`, and the caller calls
+        this again when the entries have copies again. Raises NodeFull, NodeUnreachable, OSError."""
         index = self.index
+        with self.lock:
+            self.rotten |= {(begin, end)}
         waits: list[Callable[[], None]] = []
         with self.lock:
             for ledger, (number, position) in list(index.fences.items()):
@@ -293,6 +298,8 @@ class StorageNode:
             wait()
         if not self.entries_within(begin, end):
             self.journal.lose(begin, end)
+            with self.lock:
+                self.rotten -= {(begin, end)}
 
     def forget_damaged(self, ledger: str, entries: Iterable[int], mark: int) -> None:
         """Nobody needs these damaged entries any more: the node does not have them from now on. mark: the ledger's
@@ -310,7 +317,7 @@ class StorageNode:
     @property
     def is_unsettled(self) -> bool:
         """Whether the node is in doubt about a ledger, or may lack an entry, or knows of damage."""
-        return bool(self.index.doubts or self.is_unchecked or self.journal.lost or self._reader.damaged)
+        return bool(self.index.doubts or self.is_unchecked or self.journal.lost or self._reader.damaged or self.rotten)
 
     def checked(self) -> None:
         """All closed ledgers were compared with the index, and the records of those that lack entries say so. Raises
