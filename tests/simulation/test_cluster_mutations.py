@@ -5,26 +5,30 @@ a switch in the product.
 
 How many of the first 1,000 schedules catch each defect, in percent:
 
-    recovery read without a fence                         1.2
-    one refusal less                                     42.1
-    fence checked outside the lock                        5.3
-    fence answered before the sync                        4.5
-    fenced is a failure of the node                      45.1
-    a node answers for another one                        1.6
-    start counter ignored                                 1.3
-    acknowledged before the sync                         73.1
-    acknowledged before an earlier entry                 12.9
-    replacement counted before it is committed            5.6
-    closed before Qa copies                              16.8
-    no producers' state after fail-over                  79.8
-    garbage by records that were listed first             7.2
-    change without compare-and-set                        5.3
-    recovery's replacement committed before the close     4.3
-    readers see what is not confirmed                    25.2
-    removed although it was touched                       5.0
-    removed ledgers forgotten                             1.4
-    confirmed during a change                             0.4
-    needed copies taken away                              1.6
+    recovery read without a fence                          0.2
+    one refusal less                                      18.6
+    fence checked outside the lock                         3.1
+    fence answered before the sync                         3.9
+    fenced is a failure of the node                       46.8
+    a node answers for another one                         0.8
+    start counter ignored                                  0.1
+    acknowledged before the sync                          68.7
+    acknowledged before an earlier entry                  10.4
+    replacement counted before it is committed             5.4
+    closed before Qa copies                               22.8
+    no producers' state after fail-over                   76.4
+    garbage by records that were listed first             23.5
+    change without compare-and-set                         6.0
+    recovery's replacement committed before the close      3.0
+    readers see what is not confirmed                     25.0
+    removed although it was touched                        3.8
+    removed ledgers forgotten                              1.0
+    confirmed during a change                              0.3
+    needed copies taken away                               1.0
+
+A node that has lost something starts in doubt (C7), and that hides most consequences of the first one and of the start
+counter. In the theme that makes their events frequent, 0.6 % of 2,500 schedules ("late") and 0.4 % ("mixed") catch
+them.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ from pxrs.testing.simulator.cluster_ghost import Partition
 from pxrs.testing.simulator.cluster_machine import Machine
 from pxrs.testing.simulator.cluster_schedule import ClusterDefects, Event
 from pxrs.testing.simulator.cluster_simulation import ClusterSimulation, simulate_cluster
-from pxrs.testing.simulator.cluster_themes import QUORUMS, THEMES, Theme
+from pxrs.testing.simulator.cluster_themes import LATE, MIXED, QUORUMS, THEMES, Theme
 from pxrs.testing.simulator.ghost import Violation
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
@@ -299,16 +303,18 @@ class Mutation:
     defects: ClusterDefects
     first_seed: int = 0
     """Where to begin, for a defect that few schedules reach. If it is not caught from there on, all seeds are tried."""
+    theme: Theme | None = None
+    """Where `make soak` looks for it, if that is not in all themes."""
 
 
 MUTATIONS = [
-    Mutation("recovery read without a fence", ClusterDefects(node=ReadsWithoutFence), 655),
+    Mutation("recovery read without a fence", ClusterDefects(node=ReadsWithoutFence), 655, LATE),
     Mutation("one refusal less", ClusterDefects(recovery=OneRefusalLess), 1),
     Mutation("fence checked outside the lock", ClusterDefects(machine=ChecksOutsideTheLock), 52),
     Mutation("fence answered before the sync", ClusterDefects(node=FencesBeforeSync), 3),
     Mutation("fenced is a failure of the node", ClusterDefects(broker=broker_with(FencedIsAFailure)), 1),
     Mutation("a node answers for another one", ClusterDefects(machine=AnswersForAnybody), 298),
-    Mutation("start counter ignored", ClusterDefects(machine=TrustsEveryDisk), 827),
+    Mutation("start counter ignored", ClusterDefects(machine=TrustsEveryDisk), 827, MIXED),
     Mutation("acknowledged before the sync", ClusterDefects(node=AcksBeforeSync)),
     Mutation("acknowledged before an earlier entry", ClusterDefects(writer=ConfirmsOutOfOrder), 23),
     Mutation("replacement counted before it is committed", ClusterDefects(writer=CountsReplacementEarly), 13),
@@ -377,7 +383,7 @@ def test_defect_is_caught_by_more_than_one_schedule_in_five_hundred(mutation: Mu
     caught = 0
     for seed in range(2_500):
         try:
-            simulate_cluster(seed, mutation.defects)
+            simulate_cluster(seed, mutation.defects, theme=mutation.theme)
         except Violation:
             caught += 1
         except KeyError:
