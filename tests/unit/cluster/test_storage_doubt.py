@@ -90,6 +90,24 @@ def collector(registry: Registry, found: Started) -> Collector:
     return Collector(registry, found.node, found.cluster, found.starts, StorageLimits())
 
 
+def killed(*given: object) -> None:
+    """In place of a step of a start: the process ends there."""
+    raise RegistryUnavailable("the process is killed")
+
+
+def with_two_entries(folder: Path, registry: Registry) -> tuple[LedgerRecord, Path, int]:
+    """A ledger of two entries of 3,000 bytes, each in a batch of its own. Returns the ledger, the only segment of the
+    node, and the place of the second entry in it."""
+    with started(folder, registry) as found:
+        first = ledger(0, found.node.id)
+        put(registry, first)
+        assert add(found.node, entry(0, first.id, size=3_000)) == [None]
+        place = found.node.journal.end
+        assert add(found.node, entry(1, first.id, size=3_000)) == [None]
+    (segment,) = (folder / "node" / "journal").glob("*.log")
+    return first, segment, place
+
+
 def flip(path: Path, at: int) -> None:
     """Damage one bit."""
     data = bytearray(path.read_bytes())
@@ -209,12 +227,9 @@ def test_a_start_that_ends_before_its_doubt_is_durable_is_in_doubt_again(
         assert add(found.node, entry(0, first.id)) == [None]
     lose_mark(folder)
 
-    def fail(*given: object) -> None:
-        raise RegistryUnavailable("the process is killed")
-
     for step in ("begin_doubt", "_wait_for"):
         with monkeypatch.context() as patch:
-            patch.setattr(StorageNode, step, fail)
+            patch.setattr(StorageNode, step, killed)
             with pytest.raises(RegistryUnavailable), started(folder, registry):
                 pass
     with started(folder, registry) as found:
@@ -240,11 +255,8 @@ def test_c7_a_torn_range_stays_torn_if_the_start_that_found_it_ends_before_it_is
         flip(segment, segment.stat().st_size - 10)
     lose_mark(folder)
 
-    def fail(*given: object) -> None:
-        raise RegistryUnavailable("the process is killed")
-
     with monkeypatch.context() as patch:
-        patch.setattr(*step, fail)
+        patch.setattr(*step, killed)
         for _ in range(2):
             with pytest.raises(RegistryUnavailable), started(folder, registry):
                 pass
@@ -271,11 +283,8 @@ def test_rot_stays_rot_if_the_start_that_found_it_ends_before_it_is_recorded(
     (segment,) = (folder / "node" / "journal").glob("*.log")
     flip(segment, 20)
 
-    def fail(*given: object) -> None:
-        raise RegistryUnavailable("the process is killed")
-
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "_register", fail)
+        patch.setattr(identity, "_register", killed)
         with pytest.raises(RegistryUnavailable), started(folder, registry):
             pass
     for _ in range(2):
@@ -408,13 +417,7 @@ def test_a_header_that_goes_on_in_a_page_that_the_disk_cannot_read_is_rot(
     folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its beginning can be read, and looks like that of a write that was cut off."""
-    with started(folder, registry) as found:
-        first = ledger(0, found.node.id)
-        put(registry, first)
-        assert add(found.node, entry(0, first.id, size=3_000)) == [None]
-        place = found.node.journal.end
-        assert add(found.node, entry(1, first.id, size=3_000)) == [None]
-    (segment,) = (folder / "node" / "journal").glob("*.log")
+    first, segment, place = with_two_entries(folder, registry)
     lose_mark(folder)
     with BadPages(segment, frozenset({place // 64 + 1})).in_use(monkeypatch), started(folder, registry) as found:
         assert [each.is_torn for each in found.node.journal.lost] == [False]
@@ -447,13 +450,7 @@ def test_c9_a_stop_in_order_after_a_failed_write_leaves_nothing_of_it(
 def test_c7_a_node_starts_although_the_disk_cannot_read_its_last_entry(
     folder: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    with started(folder, registry) as found:
-        first = ledger(0, found.node.id)
-        put(registry, first)
-        assert add(found.node, entry(0, first.id, size=3_000)) == [None]
-        place = found.node.journal.end
-        assert add(found.node, entry(1, first.id, size=3_000)) == [None]
-    (segment,) = (folder / "node" / "journal").glob("*.log")
+    first, segment, place = with_two_entries(folder, registry)
     bad = BadPages(segment, frozenset({(place if part == "header" else place + 1_000) // 64}))
     with bad.in_use(monkeypatch), started(folder, registry) as found:
         assert answers(found.node, first, 2) == ("+??" if part == "header" else "+!-")
