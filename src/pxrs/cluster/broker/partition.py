@@ -113,9 +113,9 @@ class OwnedPartition:
 
     def begin_next(self, base: int, claim: Claim) -> tuple[LedgerShell, Claim]:
         """Create the next ledger, which begins at the offset `base`, and its writer. Returns the claim as that has
-        changed it. claim: as it was when the caller knew the last ledger to be the last. A roll and an opening may both
-        be about to begin a ledger: only one of them gets it, because the other one's claim is older then. Raises as
-        `next_ledger`."""
+        changed it. claim: read before the caller looked which ledger is the partition's last one. If a roll and an
+        opening begin a ledger at the same time, one of them has an older claim by then, and raises PartitionMoved.
+        Raises as `next_ledger`."""
         begun = next_ledger(self._broker, self.topic, self.partition, claim, base)
         writer = LedgerShell(
             self._broker, self.topic, begun.record, begun.version, self._changed, self._confirmed, self._stopped
@@ -148,8 +148,8 @@ class OwnedPartition:
         return next((record for record in closed if record.number >= first and record.abandoned), None)
 
     def note_counts(self, before: Mapping[str, NodeCount], now: Mapping[str, NodeCount]) -> None:
-        """The records of the chain were read again after the nodes had these counts, unless `counted` is not the one
-        from `before` any more."""
+        """Note that the records of the chain were read again when the nodes had the counts `now`. before: `counted` as
+        it was before that. If it was replaced meanwhile, nothing is noted, and the records are read once more."""
         with self.lock:
             if self.counted is before:
                 self.counted = {**before, **now}

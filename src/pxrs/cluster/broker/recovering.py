@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import queue
 import time
@@ -52,8 +53,8 @@ CALL_S: Final = 2.0
 """How long a node may take to answer one request."""
 
 SILENT_S: Final = CALL_S + RETRY_S
-"""How long a recovery waits for an answer at least, if other partitions wait for its thread: every node has had its
-time to answer."""
+"""A recovery ends when no node has answered for so long and other partitions wait for its thread. Every node has had
+its time to answer then."""
 
 _WHY: Final = {
     FENCED: "a later recovery of it has begun",
@@ -99,15 +100,15 @@ class Recoverer:
         """Calls of the core's methods, queued by other threads when answers arrive, and made by the thread in `run`."""
         self._heard_at = time.monotonic()
         """When a node or the registry has last answered."""
-        self._is_busy = False
-        """Whether a commit or a `Measure` is under way, which is not silence."""
         self._asked: set[tuple[str, int | str]] = set()
-        """Questions that are not answered: the node, and the entry that is read, or `_FENCE`; or `_MEASURE`. The core
-        asks again for what is late. Without this set, each retry would occupy one more thread of `Broker.crew` with a
-        node that hangs, and the commits of other partitions would wait for these threads. Each operation on the set is
-        atomic."""
+        """Questions that are not answered: the node, and the entry that is read, or `_FENCE`. With "" in place of a
+        node: `_MEASURE`, and the number of each commit. The core asks again for what is late. Without this set, each
+        retry would occupy one more thread of `Broker.crew` with a node that hangs, and the commits of other partitions
+        would wait for these threads. Each operation on the set is atomic."""
+        self._commits = itertools.count()
+        """The numbers of the commits: a commit that is repeated has another one."""
         self._problem = ""
-        """What has failed that is no answer of a node, while it fails."""
+        """Why the last commit or `Measure` has failed; empty if it has not."""
 
     def run(self) -> Closed:
         """Recover the ledger. Raises PartitionUnavailable if too few nodes answer within `recovery_s`, or if another
@@ -160,7 +161,10 @@ class Recoverer:
 
     @property
     def _is_silent(self) -> bool:
-        return not self._is_busy and time.monotonic() - self._heard_at > SILENT_S
+        """Whether no node has answered for SILENT_S, although the recovery waits for nothing else: a slow registry or
+        a `Measure` is no silence."""
+        is_busy = any(not node for node, _ in self._asked.copy())
+        return not is_busy and time.monotonic() - self._heard_at > SILENT_S
 
     def _waits_for(self) -> str:
         """Why the recovery does not end, as the end of a message."""
@@ -207,8 +211,9 @@ class Recoverer:
                     if self._is_first(node, entry):
                         reads.append(action)
                 case Change():
-                    self._is_busy = True
-                    self._broker.crew.submit(self._commit, action)
+                    number = next(self._commits)
+                    self._asked.add(("", number))
+                    self._broker.crew.submit(self._commit, action, number)
                 case FenceNode(node, number):
                     if self._is_first(node, _FENCE):
                         self._broker.crew.submit(self._fence, node, number)
@@ -216,7 +221,6 @@ class Recoverer:
                     self._add(action)
                 case Measure(last):
                     if self._is_first(*_MEASURE):
-                        self._is_busy = True
                         for silent in {node for node, _ in self._asked.copy() if node}:
                             self._broker.reader.avoid(silent)
                         self._broker.crew.submit(self._measure, last)
@@ -314,15 +318,14 @@ class Recoverer:
             return  # `retry` asks again
         finally:
             self._asked.discard(_MEASURE)
-            self._is_busy = False
         self._problem = ""
         self._tell(self._core.measured, last, index.bytes)
 
-    def _commit(self, change: Change) -> None:
+    def _commit(self, change: Change, number: int) -> None:
         try:
             self._write(change)
         finally:
-            self._is_busy = False
+            self._asked.discard(("", number))
 
     def _write(self, change: Change) -> None:
         key = change.record.key

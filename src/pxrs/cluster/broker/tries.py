@@ -18,7 +18,8 @@ from typing import Final
 RETRY_S: Final = 0.5
 RETRY_S_MAX: Final = 10.0
 UNHEARD_S_MAX: Final = 2.0
-"""Nothing tells that a storage node can be reached again that was alive all the time."""
+"""The longest pause after a try in which storage nodes were not heard. If a node was alive all the time and could only
+not be reached, no change of the registry tells that it can be reached again."""
 QUICK_S: Final = 3.0
 _NEVER: Final = float("inf")
 

@@ -23,8 +23,9 @@ from pxrs import disk
 FILE: Final = "removed"
 LOST: Final = "lost"
 FOUND: Final = "found"
-"""The damaged ranges that a start has found, until they are in the second list: the next start cannot tell any more
-which of them are torn, and takes a torn body, which no header tells of, for an entry."""
+"""The damaged ranges that a start has found, until it has written them to LOST. If it ends before that, the next start
+reads them here: it could not tell itself which of them are torn, and would take a record with a torn body for an entry,
+because of sealed segments it reads the headers only."""
 Ranges = list[tuple[int, int]]
 """Half-open ranges of positions in the journal, in rising order and not adjacent."""
 

@@ -47,7 +47,7 @@ BUSY_MAX: Final = 0.03
 IDLE_S: Final = 5.0
 """The pause if there is no sealed segment, after an error, and if `scrub_bytes_s` is 0."""
 IDLE_S_MIN: Final = 0.1
-"""The same if a round may take less time than that."""
+"""The same pause if `scrub_round_s` is shorter than IDLE_S."""
 KEEP_S: Final = 10.0
 """How often the place is written to the file at most."""
 
