@@ -32,7 +32,7 @@ import pxrs
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-CONTINUES = "Each program of this page continues the one before"
+CONTINUES = "Each program on this page continues the"
 """In a document whose snippets are parts of one program."""
 WITHOUT_STUBS = 'Library stubs not installed for "pandas"  [import-untyped]'
 """What mypy says to a user of pandas who has not installed stubs for it."""
