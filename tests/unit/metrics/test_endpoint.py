@@ -162,7 +162,7 @@ def test_what_is_no_address_is_refused(given: str) -> None:
 
 
 def test_a_host_that_can_be_no_name_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="is no host name"):
+    with pytest.raises(InvalidArgument, match="is not a host name"):
         Endpoint(f"{'a' * 70}.example:0", lambda accept: (b"", ""))
 
 
