@@ -289,7 +289,7 @@ def _check(made: Pipeline) -> None:
         if (other := spelled.setdefault(option.lower(), option)) != option:
             raise InvalidPipeline(f"{name}: options: {other} and {option} are one option, because Spark ignores case")
     if given := [option for option in made.options if option.lower() in _OURS]:
-        raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be given here")
+        raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be options of a pipeline")
     if made.parse is not None and "columns" in map(str.lower, made.options):
         raise InvalidPipeline(f"{name}: options: remove columns, because the parse step needs all columns")
 

@@ -135,7 +135,7 @@ class Browser:
         elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.problems.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
         elif event.get("method") == "Page.javascriptDialogOpening":
-            self.problems.append(f"a JavaScript dialog:  {parameters.get('message')}")
+            self.problems.append(f"a JavaScript dialog: {parameters.get('message')}")
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)

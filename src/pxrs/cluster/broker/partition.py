@@ -191,7 +191,7 @@ class OwnedPartition:
         assert abandoned is not None
         _logger.error(
             "%s: the confirmed messages with the offsets %d to %d are lost, because an operator abandoned storage "
-            "nodes of ledger %s (%s); the next messages get these offsets",
+            "nodes of ledger %s (%s); the next messages reuse these offsets",
             self.name,
             base,
             self._end - 1,

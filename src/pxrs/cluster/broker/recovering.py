@@ -174,7 +174,7 @@ class Recoverer:
         if entry is None:
             return f"too few of its storage nodes can be fenced: {', '.join(sorted(answers))} do not answer"
         told = ", ".join(f"{node} {_ANSWERS[answer]}" for node, answer in sorted(answers.items()))
-        return f"it is not certain whether entry {entry} was acknowledged: {told or 'too few spares take its copies'}"
+        return f"it is not certain whether entry {entry} was acknowledged: {told or 'too few spares accept copies'}"
 
     def _offer(self) -> None:
         """Offer every node that takes entries. The core leaves out those of the entry's own fragment; nodes that the

@@ -378,7 +378,7 @@ def _start_read_only(
     if entry is None or not directory.has_segments() or _decide(cookie, entry, cluster, _UNKNOWN_END).is_new:
         raise full
     registered = NodeRecord.parse(entry.key, entry.value)
-    why = f"the disk is full, and the node serves what it has: {disk.explain(full, directory.path)}"
+    why = f"the disk is full, so the node only serves the entries that it has: {disk.explain(full, directory.path)}"
     assert cookie is not None
     proof = proven_end(registered, None if marks is None else MarkFile(marks, cookie.node).read())
     node = StorageNode(cookie.node, directory.journal, settings, why, proof, is_stop=_has_stopped(registered))

@@ -195,7 +195,7 @@ def read(path: str) -> tuple[Identity, Tokens]:
                 raise InvalidArgument(f"any user can write to {path} and so grant permissions: run `chmod o-w {path}`")
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        advice = "; make it with `pxrs token create`" if isinstance(error, FileNotFoundError) else ""
+        advice = "; create it with `pxrs token create`" if isinstance(error, FileNotFoundError) else ""
         raise InvalidArgument(f"the tokens file cannot be read: {disk.explain(error, path)}{advice}") from error
     if len(data) > FILE_BYTES_MAX:
         raise InvalidArgument(f"{path} has more than {FILE_BYTES_MAX:,} bytes")
