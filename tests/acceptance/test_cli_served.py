@@ -239,8 +239,8 @@ def test_a_token_that_is_missing_or_wrong_is_one_line_that_says_how_to_give_one(
         found = call("topic", "list", "--at", at)
         assert found.code == 1
         assert at in found.errors
-        given = "neither is given" if token is None else "PXRS_TOKEN is set"
-        assert f"Clients take it from PXRS_TOKEN or ?token_file=FILE in the address; {given}" in found.errors
+        given = "neither is set" if token is None else "PXRS_TOKEN is set"
+        assert f"A client reads its token from PXRS_TOKEN or ?token_file=FILE in the address; {given}" in found.errors
         assert found.errors.endswith("(Unauthenticated)")
         assert secret not in found.errors
         assert "pxrs_wrong" not in found.errors
@@ -311,7 +311,7 @@ def test_ping_over_tls(call: Call, hub: Hub, tmp_path: Path) -> None:
         (plain,) = call("ping", "--at", f"{at}?ca_file={ours.ca}&{own}", "--json").rows()
         assert (plain["tls"], plain["access"]) == (True, "granted")
         without = call("ping", "--at", f"{at}?ca_file={ours.ca}")
-        assert (without.code, "needs a certificate of the client" in without.errors) == (1, True)
+        assert (without.code, "requires a client certificate" in without.errors) == (1, True)
 
 
 def test_an_error_of_tls_is_one_line_and_nothing_of_grpcs_own(hub: Hub, tmp_path: Path) -> None:
