@@ -75,7 +75,7 @@ def test_topics_and_messages(done: Callable[..., str], call: Call, at: str, hub:
     assert done("topic", "create", "orders", "--partitions", "2") == "made orders with 2 partitions\n"
     assert "is there already" in done("topic", "create", "orders", "--partitions", "2", "--exist-ok")
     differs = call("topic", "create", "orders", "--partitions", "3", "--exist-ok")
-    assert (differs.code, "partitions is 2, and 3 was asked for (TopicDiffers)" in differs.errors) == (1, True)
+    assert (differs.code, "partitions is 2, but 3 was requested (TopicDiffers)" in differs.errors) == (1, True)
     lines = '{"k":"ann","v":1}\n{"k":"bob","v":2}\n'
     assert done("send", "orders", "--key", "k", stdin=lines) == "sent 2 messages to orders\n"
     assert sorted(json.loads(line)["key"] for line in done("tail", "orders", "--json").splitlines()) == ["ann", "bob"]

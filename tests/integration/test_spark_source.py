@@ -158,7 +158,7 @@ def test_s1_a_batch_and_a_stream_bring_the_columns_that_are_asked_for(spark: Any
             {"startingOffsets": '{"0": 1}'},
             "option startingOffsets: it lacks partitions 1 to 3 of in: name",
         ),
-        ({"topic": "missing"}, "no topic 'missing'; there are in, out"),
+        ({"topic": "missing"}, "no topic 'missing'; existing: in, out"),
         ({"columns": "key,values"}, "option columns: 'values' is no column; give some of key, value, topic, partition"),
     ],
 )

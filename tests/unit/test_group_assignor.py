@@ -56,7 +56,7 @@ def test_f7_a_member_with_another_assignor_is_refused_and_told_who_differs(hub: 
     assert name.startswith("first on ")
     assert theirs == "range"
     assert "this member has the assignor 'sticky', but first on" in str(error)
-    assert "stop them before this member is started" in str(error)
+    assert "stop them before you start this member" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert is_final(error), "`pxrs worker` ends at once"
 

@@ -271,7 +271,7 @@ def test_unknown_and_double_queues_are_errors_at_once(hub: Hub) -> None:
     with pytest.raises(QueueExists, match="mail"):
         hub.create_queue("mail")
     for use in (lambda: hub.queue("mial"), lambda: hub.delete_queue("mial"), lambda: hub.transaction().take("mial")):
-        with pytest.raises(UnknownQueue, match=r"no queue 'mial'; there are mail"):
+        with pytest.raises(UnknownQueue, match=r"no queue 'mial'; existing: mail"):
             use()
     assert [queue.name for queue in hub.queues()] == ["mail"]
 

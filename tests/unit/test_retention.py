@@ -201,11 +201,11 @@ def test_o10_no_checkpoint_is_put_before_a_start_that_is_committed_and_not_yet_r
     monkeypatch.undo()
     assert topic.start(0) == 0
     if way == "import":
-        with pytest.raises(OffsetTrimmed, match="the first one is 6"):
+        with pytest.raises(OffsetTrimmed, match="the first remaining offset is 6"):
             kept.group("new").import_checkpoint(3, "t")
         kept.group("new").import_checkpoint(6, "t")
     elif way == "reset":
-        with pytest.raises(OffsetTrimmed, match="the first one is 6"):
+        with pytest.raises(OffsetTrimmed, match="the first remaining offset is 6"):
             kept.group("old").reset(3)
         assert kept.group("old").reset(datetime.fromtimestamp(0, UTC)) == {"t": {0: 6}}
         assert kept.group("old").reset("earliest") == {"t": {0: 6}}
