@@ -567,7 +567,7 @@ class TestRefusals:
 
         with place.engine.connect() as db, Session(place.engine) as session:
             for other in (AsyncConnection(), session, place.engine, "text"):
-                self.refused(place, other, "no SQLAlchemy Connection")
+                self.refused(place, other, "not a SQLAlchemy Connection")
         self.refused(place, db, "closed")
 
     def test_two_phases_are_refused(self, postgresql: Place) -> None:

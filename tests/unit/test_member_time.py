@@ -412,7 +412,7 @@ def test_a_transactions_checkpoint_that_cannot_be_had_in_time_leaves_everything_
 def test_a_limit_counts_for_its_thread_and_for_what_is_inside_alone() -> None:
     registry = MemoryRegistry()
     with time_limit(0.0):
-        with pytest.raises(RegistryUnavailable, match="was over before it was sent"):
+        with pytest.raises(RegistryUnavailable, match="was over before the call was sent"):
             registry.get("a")
         with time_limit(100.0), pytest.raises(RegistryUnavailable):
             registry.commit({}, {"a": b"1"})

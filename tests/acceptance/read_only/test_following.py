@@ -199,7 +199,7 @@ def test_v5_a_sqlite_file_that_nobody_has_open_needs_write_permission(place: Pat
 
     with child(make) as maker:
         maker.hear()
-    with reading_only(folder), pytest.raises(AccessDenied, match="keep a process that may write running"):
+    with reading_only(folder), pytest.raises(AccessDenied, match="keep a process with write permission running"):
         registries.open(url)
     with reading_only(folder), pytest.raises(NoWritePermission, match="may not write to"):
         registries.open(f"sqlite:///{folder}/other.db")
