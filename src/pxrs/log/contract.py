@@ -436,7 +436,7 @@ class Log(ABC):
     def record_events(self, events: Sequence[bytes]) -> None:
         """Of a log that a server keeps: have the server store these events (`pxrs.events.Event.dump`) in its internal
         topics. Every other log has these topics itself. Raises NotPermitted, InvalidArgument, ReadFailed."""
-        raise NotImplementedError(f"{self.url} is kept by no server")
+        raise NotImplementedError(f"{self.url} is not served by a server")
 
     def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
         """Remove what deletions of topics that were cut short have left. Several processes may call it at once. What

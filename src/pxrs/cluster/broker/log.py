@@ -128,7 +128,7 @@ class ClusterLog(Log, HasStaging):
         try:
             self.broker.registry.commit({key: ABSENT}, {key: record.dump()})
         except Conflict:
-            raise TopicExists(f"there is a topic {topic.name!r} already") from None
+            raise TopicExists(f"topic {topic.name!r} already exists") from None
         self.broker.view.look_again()
         made = ClusterTopic(record, self)
         lack = shortfall(quorum, len(storage_candidates(self.broker.view.seen.takers)))
