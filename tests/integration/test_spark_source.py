@@ -335,7 +335,7 @@ def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any,
         assert {p.owner_name for p in described.partitions} == {described.members[0].name}
         second = streams(spark, hub, leaseTtl="0.5").writeStream.format("noop")
         other = second.option("checkpointLocation", str(tmp_path / "d")).start()
-        with pytest.raises(pyspark.errors.StreamingQueryException, match=r"belongs to .* alone"):
+        with pytest.raises(pyspark.errors.StreamingQueryException, match=r"is used exclusively by "):
             other.awaitTermination(60)
     finally:
         query.stop()

@@ -117,10 +117,10 @@ def raises(members, partitions, before):
 number = 5
 """
 FAULTS = {
-    "one-short": "it assigned 3 partitions, and there are 4",
-    "one-more": "it assigned 5 partitions, and there are 4",
+    "one-short": "it assigned 3 partitions, but there are 4",
+    "one-more": "it assigned 5 partitions, but there are 4",
     "to-nobody": "it assigned partition 3 to None",
-    "to-a-stranger": "it assigned partition 3 to 'mallory', which is no member",
+    "to-a-stranger": "it assigned partition 3 to 'mallory', which is not a member",
     "to-two": "it assigned partition 0 to ",
     "nothing": "it raised TypeError",
     "raises": "it raised KeyError('rack')",

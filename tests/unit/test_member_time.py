@@ -349,7 +349,7 @@ def test_a_join_during_which_the_store_stalls_is_an_error_of_the_group(scene: Sc
     scene.registry.calls_left = answered
     error = in_time(scene, lambda: scene.hub.consumer("t", "g", lease_ttl=1.0), GroupUnavailable)
     assert error.partitions == ()
-    assert "could not join, and owns nothing" in str(error)
+    assert "could not join and owns no partitions" in str(error)
     scene.registry.calls_left = None
     scene.registry.goes_on.set()
     eventually(lambda: scene.members() == 0, PATIENCE_S)

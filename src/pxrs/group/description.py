@@ -115,7 +115,7 @@ class PartitionDescription:
 
     @property
     def error(self) -> str | None:
-        """What holds the partition up: the class and message of what the handler raised."""
+        """Why the partition is paused: the class and message of the exception that the handler raised."""
         return None if self.paused is None else self.paused.error
 
     @property

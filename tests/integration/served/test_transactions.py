@@ -88,7 +88,7 @@ def test_x20_a_partition_that_was_lost_in_the_body_writes_nothing(place: ServedP
 def test_an_engine_of_another_database_is_refused(place: ServedPlace, tmp_path: Path) -> None:
     place.send(1)
     other = create_engine(f"sqlite:///{tmp_path}/other.db")
-    with pytest.raises(InvalidGroup, match=r"does not lead to the tables|cannot span both"):
+    with pytest.raises(InvalidGroup, match=r"does not access the tables|cannot span both"):
         next(place.consumer().transactions(other))
     other.dispose()
 

@@ -39,7 +39,7 @@ class TestRefusals:
         twin.consumer()
         for url in (*others, twin.engine_url):
             engine = create_engine(url)
-            with pytest.raises(InvalidGroup, match="does not lead to the tables"):
+            with pytest.raises(InvalidGroup, match="does not access the tables"):
                 transactions(inbox, engine)
             engine.dispose()
 

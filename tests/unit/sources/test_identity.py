@@ -279,7 +279,7 @@ class TestChangedSettings:
         with pytest.raises(UnknownGroup):
             hub.group("g").delete(topic="events")
         handle_all(hub, "orders")
-        with pytest.raises(GroupError, match="nothing that is called events"):
+        with pytest.raises(GroupError, match="no topic or source named events"):
             hub.group("g").delete(topic="events")
 
 
