@@ -406,7 +406,7 @@ def test_json_lines_go_to_the_partition_of_their_key_or_stay_in_theirs(
         ('{"value": "v", "timestamp": "2026-01-31T12:00"}', "write its zone too"),
         ('{"value": "v", "timestamp": 5}', "'timestamp' is 5"),
         ('{"value": "v", "timestamp_us": 1.5}', "'timestamp_us' is 1.5"),
-        ('{"value": "v", "timestamp_us": 99999999999999999999}', "not in whole microseconds"),
+        ('{"value": "v", "timestamp_us": 99999999999999999999}', "must be a datetime or whole microseconds"),
         ('{"value": "v", "headers": {"a": "b"}}', "'headers' is no list"),
         ('{"value": "v", "headers": [{"value": "b"}]}', "a header has no field 'key'"),
         ('{"value": "v", "headers": [{"key": "a", "vlaue": "b"}]}', "a header has the unknown field 'vlaue'"),

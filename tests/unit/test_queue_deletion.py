@@ -177,7 +177,7 @@ def test_a_commit_that_waits_for_those_of_other_threads_is_given_up_after_the_ti
     second = aside(lambda: combiner.commit(Write({"b": ABSENT}, {"b": b""})))
     error = second.exception()
     assert isinstance(error, RegistryUnavailable)
-    assert "took 0.2 s (`timeout` of the address), and this one was not sent" in str(error)
+    assert "took 0.2 s (`timeout` of the address), so this one was not sent" in str(error)
     gate.set()
     assert first.result()
     assert [entry.key for entry in registry.scan("")] == ["a"]
@@ -301,7 +301,7 @@ def test_z6_a_listener_closes_though_its_queue_was_made_again(place: SharedStore
 def test_z6_a_listener_that_was_closed_is_not_started_again(place: SharedStore) -> None:
     listener = QueueListener(place.open().create_queue("q"), lambda tx, item: None)
     listener.start().close()
-    with pytest.raises(Closed, match="make another one"):
+    with pytest.raises(Closed, match="create another one"):
         listener.start()
 
 

@@ -83,7 +83,7 @@ class Producer:
         )
         if limits.delivery_s <= limits.linger_s:
             raise InvalidArgument(
-                f"delivery_timeout is {limits.delivery_s:g} s: give more than linger_s, which is {limits.linger_s:g} s"
+                f"delivery_timeout ({limits.delivery_s:g} s) must be longer than linger_s ({limits.linger_s:g} s)"
             )
         tries = arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000)
         self._log = log
@@ -221,7 +221,7 @@ class Producer:
         if header_list:
             size += sum(len(name) * _UTF8_BYTES_MAX + len(content or b"") + PAIR_BYTES for name, content in header_list)
         if size > MESSAGE_BYTES_MAX:
-            raise InvalidRecord(f"{self._log.name}: a message of {size:,} bytes, and {MESSAGE_BYTES_MAX:,} is the most")
+            raise InvalidRecord(f"{self._log.name}: the message has {size:,} bytes; the limit is {MESSAGE_BYTES_MAX:,}")
         time_us = None if timestamp is None else microseconds(timestamp)
         if partition is not None and not self._is_partition(partition):
             raise InvalidRecord(f"{self._log.name} has no partition {partition!r}; it has 0 to {self._partitions - 1}")
@@ -269,11 +269,11 @@ class Producer:
             if not was_closing:
                 error = outbox.error or outbox.fatal
                 outbox.error = None  # told by the warning: a hub that is closed later does not raise it again
-                dropped.warn(name, f"not all of what it had was stored: {error}", self)
+                dropped.warn(name, f"not all of its messages were stored: {error}", self)
             return
         self.sending.close_dropped(self.hub)
         if not was_closing:
-            dropped.warn(name, "what waits in it is stored now, and an error of that is only logged", self)
+            dropped.warn(name, "its waiting messages are sent now, and errors are only logged", self)
 
     def __repr__(self) -> str:
         return f"<Producer of {self._log.name}{' closed' if self._outbox.is_closing else ''}>"

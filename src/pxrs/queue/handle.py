@@ -111,9 +111,9 @@ class QueueHandle:
         """Put several items, as many in one commit as the store allows, and return their ids. If this raises an error,
         the items of earlier commits are in the queue."""
         if isinstance(values, str | bytes | bytearray | memoryview):
-            raise InvalidItem("values is one value: give several, such as a list, or use `put`")
+            raise InvalidItem("values must be several values, such as a list; use `put` for a single one")
         if not isinstance(values, Iterable):
-            raise InvalidItem(f"values is {arguments.shown(values)}: give several, such as a list")
+            raise InvalidItem(f"values must be several values, such as a list, not {arguments.shown(values)}")
         limits = self._registry.limits
         ids: list[str] = []
         batch: list[Put] = []
@@ -268,7 +268,7 @@ def _whole(queue: Queue, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Reco
         try:
             yield entry, Record.load(entry.key, entry.value)
         except RegistryCorrupt as error:
-            _logger.error("queue %s: %s; it is left where it is", queue.name, error)
+            _logger.error("queue %s: %s; the damaged record is skipped", queue.name, error)
 
 
 def _pages(store: QueueStore, prefix: str) -> Iterator[Sequence[Entry]]:

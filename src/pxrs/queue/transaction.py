@@ -195,9 +195,10 @@ class Transaction:
         with self._lock:
             self._check_open()
             if not hasattr(inbox, "enlist_in"):
-                raise InvalidItem(f"{inbox!r} is no consumer")
+                raise InvalidItem(f"{inbox!r} is not a consumer")
             if inbox.registry is not self._registry:
-                raise InvalidItem("the consumer is of another hub: open it and the transaction from the same one")
+                raise InvalidItem("the consumer belongs to another hub: open the consumer and the transaction with the "
+                                  "same hub")
             count = inbox.partitions_in_hand()
             more = count - self._inboxes.get(inbox, 0)
             if more > 0:
@@ -222,7 +223,7 @@ class Transaction:
                 raise self._lost(error) from error
             except OutcomeUnknown as error:
                 self._doubt()
-                error.add_note("pxrs: tx.outcome() finds out what became of it")
+                error.add_note("pxrs: call tx.outcome() to find out whether it was committed")
                 raise
             except (PartitionLost, UnknownQueue) as error:  # what was put came of messages that others have now
                 self._give_back(Failure(str(error)))
@@ -386,9 +387,9 @@ class Transaction:
     def _check_open(self) -> None:
         self._store.check_usable()
         if self._state == TransactionState.UNKNOWN:
-            raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
+            raise TransactionEnded("the commit of this transaction was sent, but the reply was lost: call tx.outcome()")
         if self._state != TransactionState.OPEN:
-            raise TransactionEnded(f"this transaction was {self._state}: begin another one")
+            raise TransactionEnded(f"this transaction was {self._state}: begin a new one")
 
     def _present(self) -> Taker:
         """The taker that this transaction is bound to, once it has taken something; before that, any that lives."""
@@ -444,5 +445,5 @@ class Transaction:
 def _name_of(queue: str | Named) -> str:
     name = queue if isinstance(queue, str) else getattr(queue, "name", None)
     if not isinstance(name, str):
-        raise InvalidItem(f"{queue!r} is no queue: give its name, or its handle")
+        raise InvalidItem(f"{queue!r} is not a queue: give the name of a queue, or its handle")
     return name
