@@ -340,9 +340,9 @@ def test_a_queue_that_another_process_has_deleted_is_created_although_it_is_reme
 
 
 def test_exist_ok_is_true_or_false(hub: Hub) -> None:
-    with pytest.raises(InvalidTopic, match="exist_ok is 'no': give True or False"):
+    with pytest.raises(InvalidTopic, match="exist_ok is 'no'; it must be True or False"):
         hub.create_topic("orders", exist_ok="no")  # type: ignore[arg-type]
-    with pytest.raises(InvalidQueue, match="exist_ok is 'no': give True or False"):
+    with pytest.raises(InvalidQueue, match="exist_ok is 'no'; it must be True or False"):
         hub.create_queue("mail", exist_ok="no")  # type: ignore[arg-type]
 
 

@@ -95,7 +95,7 @@ def test_z7_an_item_with_a_priority_is_refused_by_a_queue_that_was_made_again_as
     handle.put("warm", priority=1)
     mine.delete_queue("q")
     mine.create_queue("q", fifo=True)
-    with pytest.raises(InvalidItem, match="first in, first out"):
+    with pytest.raises(InvalidItem, match="is a FIFO queue"):
         handle.put("x", priority=1)
     assert values(mine, "q") == []
 
