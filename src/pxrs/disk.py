@@ -70,12 +70,12 @@ def explain(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
     file = error.filename if error.filename is not None else path
     what = str(error.strerror or error) if file is None else f"{os.fspath(file)}: {error.strerror}"
     if error.errno == errno.ENFILE:
-        return f"{what}; the whole system has as many files open as it may: raise it with `sysctl fs.file-max`"
+        return f"{what}; the whole system has reached its limit of open files: raise it with `sysctl fs.file-max`"
     if error.errno == errno.EMFILE:
         return (
-            f"{what}; raise the limit of open files with `ulimit -n` (of a systemd service: LimitNOFILE=), or use "
-            "fewer: each open partition and each thread that waits for messages takes up to three descriptors, each "
-            "lease of a registry in files and each connection one"
+            f"{what}; raise the limit of open files with `ulimit -n` (for a systemd service: LimitNOFILE=), or use "
+            "fewer files: each open partition and each thread that waits for messages takes up to three descriptors, "
+            "each lease of a registry in files and each connection one"
         )
     return what
 
@@ -182,8 +182,8 @@ def refuse_network_file_system(path: str | os.PathLike[str], what: str = "a regi
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
         raise UnsupportedPlatform(
-            f"{os.fspath(path)} is on {kind}, a network file system: {what} is not safe there, since locks are not; "
-            "use a local disk, or a registry on PostgreSQL, etcd or ZooKeeper"
+            f"{os.fspath(path)} is on {kind}, a network file system: {what} is not safe there, because file locks are "
+            "unreliable; use a local disk, or a registry on PostgreSQL, etcd or ZooKeeper"
         )
 
 

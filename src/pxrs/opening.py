@@ -37,7 +37,7 @@ def open(
     given = None if registry is None else LazyRegistry(registry)
     if url is None:
         if given is None:
-            raise InvalidUrl("the url was not given: give a directory, memory:, or registry=... for queues alone")
+            raise InvalidUrl("the url is missing: give a directory, memory:, or registry=... for queues alone")
         from pxrs.log.absent import AbsentLog
 
         return Hub(AbsentLog(given.shown), given, lease_ttl=ttl, upkeep=upkeep)
@@ -45,11 +45,12 @@ def open(
     if given is None:
         if log.own_registry is None:
             log.close()
-            raise InvalidUrl(f"{log.url} keeps no registry of its own: give its address as registry=...")
+            raise InvalidUrl(f"{log.url} has no registry of its own: pass the registry's address as registry=...")
         given = LazyRegistry(log.own_registry)
     elif log.is_kept_by_server:
         log.close()
         raise InvalidUrl(
-            f"{log.url}: the server has the registry of its hub: give none (registry=..., --registry, PXRS_REGISTRY)"
+            f"{log.url}: the server provides the registry of its hub: do not pass one (registry=..., --registry, "
+            "PXRS_REGISTRY)"
         )
     return Hub(log, given, lease_ttl=ttl, upkeep=upkeep)

@@ -92,7 +92,7 @@ class TopicHandle:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
         if not isinstance(positions, Mapping):
             raise InvalidRecord(
-                f"positions is {arguments.shown(positions)}: give offsets by partition, such as {{0: 120}}"
+                f"positions must be offsets by partition, such as {{0: 120}}, not {arguments.shown(positions)}"
             )
         places = {self._partition(number): self._offset("offset", offset) for number, offset in positions.items()}
         limit = None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout)

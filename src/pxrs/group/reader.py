@@ -106,7 +106,7 @@ class GroupReader:
         return home is None or state.home.hub in ("", home.hub)
 
     def source(self, name: str) -> Offsets:
-        arguments.text(InvalidGroup, "topic", name, "its name")
+        arguments.text(InvalidGroup, "topic", name, "the topic's name")
         try:
             return self.readables.named(name)
         except UnknownTopic:

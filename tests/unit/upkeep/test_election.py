@@ -185,7 +185,7 @@ def test_a_registry_that_is_away_keeps_no_plain_topic_from_being_retained(
         report = hub.run_upkeep()
     assert report.removed == {"t": {"0": 6}}
     assert report.errors == {"retention of unread": "away"}
-    assert "electing a janitor is held up: away" in caplog.text
+    assert "electing a janitor is blocked: away" in caplog.text
     status = hub.upkeep()
     assert (status.role, status.reason, status.errors) == ("apart", "away", {"retention of unread": "away"})
     registry.reach = lambda: None
