@@ -186,7 +186,7 @@ def test_f7_the_example_package_of_the_documents_works(tmp_path: Path, monkeypat
 def test_f7_an_assignor_that_cannot_be_loaded_is_refused(package: Path) -> None:
     with pytest.raises(InvalidGroup, match=r"assignor 'absent': loading racks_assignors:absent failed: AttributeError"):
         assignor_named("absent")
-    with pytest.raises(InvalidGroup, match=r"assignor 'number': racks_assignors:number is a int, and not a function"):
+    with pytest.raises(InvalidGroup, match=r"assignor 'number': racks_assignors:number is a int, not a function"):
         assignor_named("number")
     with pytest.raises(InvalidGroup, match=r"choose from sticky, range, round-robin, absent, last, .*, to-two, or"):
         assignor_named("best")

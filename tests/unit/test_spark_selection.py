@@ -55,7 +55,7 @@ def test_offsets_by_topic_are_for_exactly_the_topics_that_are_read() -> None:
     FROM_START.check_topics(["a"])
     with pytest.raises(InvalidOption, match="it lacks c: name every topic"):
         given.check_topics(["a", "b", "c"])
-    with pytest.raises(InvalidOption, match="it names b, and the topics that are read are a"):
+    with pytest.raises(InvalidOption, match="it names b, but the topics that are read are a"):
         given.check_topics(["a"])
 
 

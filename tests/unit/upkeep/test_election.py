@@ -34,7 +34,7 @@ def test_w4_a_client_of_a_server_does_no_upkeep(upkeep_threads: Callable[[], lis
         hub.producer("short").close()
         hub.start_upkeep()
         assert upkeep_threads() == []
-        with pytest.raises(LogNotWritable, match="its server does the upkeep"):
+        with pytest.raises(LogNotWritable, match="the server does the upkeep"):
             hub.run_upkeep()
 
 
