@@ -106,16 +106,16 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     if error.errno == errno.EROFS or (is_write and place and _is_read_only(place)):
         what = (
             f"{place} is on a file system that is mounted read-only, so this process (uid {os.geteuid()}) cannot write "
-            "there: mount it writable, or run this process where it is"
+            "there: mount it writable, or run this process on a machine where it is writable"
         )
         return Denied(place, True, what)
     action = "write to" if is_write else "read"
     try:
         status = os.stat(place)
         owner = f"{_user(status.st_uid)}, mode {stat.filemode(status.st_mode)}"
-        advice = f"run it as {_user(status.st_uid)}, or give it the permission"
+        advice = f"run this process as {_user(status.st_uid)}, or grant it the permission"
     except OSError:
-        owner, advice = "unknown", "run it as the owner, or give it the permission"
+        owner, advice = "unknown", "run this process as the owner, or grant it the permission"
     what = f"{_user(os.geteuid())} may not {action} {place} (owner: {owner}): {advice}"
     return Denied(place, is_write, what)
 

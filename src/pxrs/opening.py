@@ -24,10 +24,10 @@ def open(
 
     url:       a directory, `memory:` for this process alone, or `pxrs://HOST:PORT` for the hub of a server
                (docs/serve.md). The first `create_topic` makes the directory. Without a url, `registry` must be given:
-               such a hub has the queues of that registry and the groups of sources that are no topics; what needs
-               topics raises NoDirectory.
+               such a hub has the queues of that registry and the groups of sources other than topics; calls that need
+               topics raise NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
-               kept with the messages. Not with `pxrs://`: the server has the registry of its hub.
+               kept with the messages. Not with `pxrs://`: the server provides the registry of its hub.
     lease_ttl: how long after its last renewal the lease of this process ends; then other processes get the queue items
                that it has taken.
     upkeep:    whether this hub may be elected to do the upkeep of its directory, such as retention: see `pxrs.upkeep`.

@@ -130,7 +130,7 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """A group as it was while it was read; not at one moment (R1)."""
+    """A group, as read key by key and not at a single moment (R1)."""
 
     name: str
     generation: int

@@ -114,10 +114,10 @@ class Producer:
         """Send one message; str is taken as UTF-8. The receipt's `result()` waits until it is durable.
 
         timestamp: microseconds since 1970, or a datetime with a time zone; now if none is given.
-        partition: else that of the key's hash. Messages without a key are spread over the partitions in runs: see
-                   docs/log.md.
-        Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a partition that takes no more
-        messages, as after the topic was deleted. If an interrupt ends it, the message may have been sent.
+        partition: by default the one of the key's hash. Messages without a key are spread over the partitions in runs:
+                   see docs/log.md.
+        Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a partition that accepts no more
+        messages, as after the topic was deleted. If an interrupt ends the call, the message may have been sent.
         """
         if (
             headers is None
@@ -144,12 +144,12 @@ class Producer:
         return self._send_any(value, key, headers, timestamp, partition)
 
     def send_batch(self, table: pa.Table | pa.RecordBatch) -> TableReceipt:
-        """Send the rows of a table with the columns value and, if there, key, timestamp, headers, partition.
+        """Send the rows of a table with the columns value and, optionally, key, timestamp, headers, partition.
 
-        A null timestamp is now, a null partition that of the key; rows with neither a key nor a partition are spread as
-        `send` does it. Rows of one partition keep their order, also with what was sent before. Raises InvalidRecord
-        before anything of the table was sent, and PartlySent, whose `receipt` tells of the rows that were, if the
-        buffer stays full or a partition takes no more messages."""
+        A null timestamp means now, a null partition the one of the key; rows with neither a key nor a partition are
+        spread as by `send`. Rows of one partition keep their order, also relative to earlier messages. Raises
+        InvalidRecord before any row is sent, and PartlySent, whose `receipt` tells which rows were sent, if the buffer
+        stays full or a partition accepts no more messages."""
         outbox = self._outbox
         with outbox.lock:
             outbox.check_usable()
@@ -171,11 +171,11 @@ class Producer:
     def flush(self, timeout: float | timedelta | None = None) -> None:
         """Wait until everything sent before is durable or has failed: at most 2 s longer than `delivery_timeout`.
 
-        Raises the first error of a message since `flush` or `close` has last raised one; of messages that were sent
-        later, too, if they have failed already. The producer can be used on: see docs/log.md.
+        Raises the first error of a message since `flush` or `close` last raised one, also of messages that were sent
+        during the call and have failed already. The producer can still be used: see docs/log.md.
 
-        timeout: after this, in seconds or as a timedelta, raises TimeoutError. What waits stays under way, and its
-        errors are raised by the next call."""
+        timeout: after this, in seconds or as a timedelta, raises TimeoutError. Waiting messages are still sent, and
+                 their errors are raised by the next call."""
         outbox = self._outbox
         limit_s = outbox.limits.delivery_s + LATE_S
         timeout_s = limit_s if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout)
@@ -194,11 +194,11 @@ class Producer:
                 raise copy_of(outbox.fatal)
 
     def close(self, timeout: float | timedelta | None = None) -> None:
-        """Send what waits, then stop: at most 2 s longer than `delivery_timeout`. Raises the first error that neither
-        `flush` nor an earlier call has raised.
+        """Send the waiting messages, then stop: at most 2 s longer than `delivery_timeout`. Raises the first error that
+        neither `flush` nor an earlier call has raised.
 
-        timeout: after this, in seconds or as a timedelta, what is not stored fails, as not stored or as unknown, and
-        TimeoutError is raised. The producer is closed anyway."""
+        timeout: after this, in seconds or as a timedelta, messages that are not stored fail, as not stored or as
+                 unknown, and TimeoutError is raised. The producer is closed in any case."""
         self.sending.close(None if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout))
 
     def _send_any(

@@ -157,7 +157,8 @@ class QueueHandle:
         return [Item.of(queue, record) for _, record in _whole(queue, entries)]
 
     def depth(self) -> Depth:
-        """How many items are in each state. All keys are read, state by state: the numbers are not of one moment."""
+        """How many items are in each state. All keys are read, state by state, so the numbers are not from a single
+        moment."""
         queue = self.store.catalog.queue(self.name)
         folders = (queue.ready, queue.delayed, queue.inflight, queue.dead)
         return Depth(*(sum(len(page) for page in _pages(self.store, folder)) for folder in folders))

@@ -88,7 +88,7 @@ class QueueListener:
         """How many deliveries were rolled back: the handler raised, or the commit failed."""
 
     def start(self) -> Self:
-        """Start the threads; a second call does nothing. Raises UnknownQueue, and Closed after `stop`."""
+        """Start the threads; a second call has no effect. Raises UnknownQueue, and Closed after `stop`."""
         with self._lock:
             if self._stopping.is_set():
                 raise Closed(f"the listener of queue {self.queue.name} was stopped: create another one")
@@ -141,7 +141,7 @@ class QueueListener:
         return handled
 
     def stop(self) -> None:
-        """Take no more items. Running handlers go on; `close` waits for them. A handler that waits for another item
+        """Take no more items. Running handlers continue; `close` waits for them. A handler that waits for another item
         without a timeout gets Closed from its `take`."""
         self._stopping.set()
         for name in self._awaited.copy():

@@ -72,8 +72,8 @@ class FixedBackoff:
 @dataclass(frozen=True, slots=True)
 class ExponentialBackoff:
     """A returned item waits for `first`, and `factor` times as long after each further delivery, up to `cap`. Each wait
-    is up to the part `jitter` of itself shorter or longer, but never longer than `cap`: items that failed together are
-    not all ready at the same moment."""
+    is made shorter or longer by a random share of up to `jitter`, but never longer than `cap`: items that failed
+    together are not all ready at the same moment."""
 
     first: float | timedelta = 1.0
     factor: float = 2.0

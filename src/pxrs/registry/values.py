@@ -102,7 +102,7 @@ def check_commit(commit: Commit, limits: Limits) -> None:
             raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or a version that was read")
     both = (commit.put.keys() & commit.ephemeral.keys()) | (commit.delete & commit.written.keys())
     if both:
-        raise InvalidCommit(f"written twice in one commit: {', '.join(sorted(both))}")
+        raise InvalidCommit(f"keys written twice in one commit: {', '.join(sorted(both))}")
     if commit.ephemeral and commit.lease is None:
         raise InvalidCommit("ephemeral keys need a lease")
     for key, value in commit.written.items():

@@ -105,7 +105,7 @@ def check(path: Path) -> Iterator[Checked]:
     topics = path / "topics"
     if not topics.is_dir():
         what = "it has no folder `topics`" if path.is_dir() else "the directory does not exist"
-        raise InvalidUrl(f"{path} is not a hub's directory: {what}; give the directory that programs pass to pxrs.open")
+        raise InvalidUrl(f"{path} is not a hub's directory: {what}; give the directory that is passed to pxrs.open")
     return _check_topics(topics)
 
 

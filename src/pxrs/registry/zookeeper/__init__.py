@@ -45,7 +45,7 @@ def open(address: Address) -> Registry:
     hosts = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in address.hosts(DEFAULT_PORT))
     user, password = address.credentials()
     if user is not None and password is None:
-        raise InvalidUrl(f"{address.text}: a user without a password; give it in the address or by password_file=FILE")
+        raise InvalidUrl(f"{address.text}: the user has no password; give it in the address or by password_file=FILE")
     ca, cert, key = _certificates(address)
     login = None if user is None else f"{user}:{password}"
     endpoint = Endpoint(address.text, hosts, address.seconds("timeout", TIMEOUT_S), login, ca, cert, key)

@@ -78,13 +78,13 @@ def sql_table(
         key_column        rows with equal keys stay in one partition, in order. The type is a whole number (as decimal
                           text), text, bytes or UUID. Without it, or where it is null, the id decides
         timestamp_column  the time of the message; without a time zone it is taken as UTC. Without it, the time is 1970
-        identity          names the table in place of its address, so that checkpoints stay when the address changes
+        identity          names the table in place of its address, so that checkpoints are kept when the address changes
         id                the id under which checkpoints are kept, in place of the one that is computed from the address
         notify_channel    PostgreSQL: look when a NOTIFY comes on this channel, instead of every `poll_s` seconds
         settle_s          hold rows back for this time after they were first seen; docs/sources.md says when to use it
         page_bytes, cache_bytes  how much is read at a time, and kept for the other partitions
-        read_timeout      how long PostgreSQL or Oracle may take to answer one query (60 s); then the read fails. An
-                          engine of your own waits as you have set it
+        read_timeout      how long PostgreSQL or Oracle may take to answer one query (60 s); then the read fails. For an
+                          engine of your own, its own settings apply
 
     Raises InvalidUrl, InvalidTopic, MissingDependency at once, and ReadFailed if the database cannot be reached.
     """
