@@ -625,8 +625,8 @@ class Appender:
         """Move the batches that are stored from the group to `results`. Returns the error of the others; None if all
         are stored."""
         if len(outcomes) != len(lane.parts):
-            what = f"{self._log.name}/{lane.partition}: the log returned {len(outcomes)} outcomes for "
-                   f"{len(lane.parts)} batches"
+            got = f"the log returned {len(outcomes)} outcomes for {len(lane.parts)} batches"
+            what = f"{self._log.name}/{lane.partition}: {got}"
             outcomes = [MaybeStored(AppendUnknown(what))] * len(lane.parts)
         error: Exception | None = None
         kept = []

@@ -361,8 +361,7 @@ class Publisher:
             entry = self._calls.get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
             if entry is None or offset != span.start:
-                is_done = "the batch was published before the topic that it was written to was deleted and created "
-                          "again, "
+                is_done = "the batch was published before its topic was deleted and created again, "
                 raise BatchRefused(
                     f"the batch reads {feed.group}'s partition {feed.name}/{number} from offset {span.start}, but the "
                     f"group's checkpoint is {offset}: {is_done if offset == span.end else ''}another consumer moved "
