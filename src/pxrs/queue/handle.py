@@ -194,7 +194,7 @@ class DeadLetters:
     def retry(self, ids: Iterable[str] | None = None) -> int:
         """Make the dead letters with these ids, or all, ready again, with no delivery counted. Returns how many.
 
-        In a FIFO queue they come last. If this was interrupted, call it again."""
+        In a FIFO queue they become the last items. If this was interrupted, call it again."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         done = 0
         with attempted(self._store.recorder, "requeue", queue=queue.name) as attempt:

@@ -31,7 +31,7 @@ class Item:
     error: str = ""
     """What the last delivery failed with, if one did."""
     died_at: float | None = None
-    """Of a dead letter: when it was given up."""
+    """Of a dead letter: when it became one."""
     error_type: str = ""
     """Of a dead letter: the class of what the last delivery raised, if it raised something."""
     traceback: str = ""
