@@ -25,7 +25,7 @@ def fault_of(name: str, handler: Any, of: Sequence[str]) -> str:
     if not callable(handler):
         return f"{name} is of type {type(handler).__name__}, but must be a function of {words}"
     if _is_lazy(handler) or _is_lazy(type(handler).__call__):
-        return f"{name} is an async or generator function, which is not supported as a handler: {_PLAIN}"
+        return f"{name} is an async or generator function, but async handlers are not supported: {_PLAIN}"
     try:
         signature = inspect.signature(handler)
     except ValueError:  # a function in C, which may have no signature
