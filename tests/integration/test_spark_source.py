@@ -158,7 +158,7 @@ def test_s1_a_batch_and_a_stream_bring_the_columns_that_are_asked_for(spark: Any
             {"startingOffsets": '{"0": 1}'},
             "option startingOffsets: it lacks partitions 1 to 3 of in: name",
         ),
-        ({"topic": "missing"}, "no topic 'missing'; there are in, out"),
+        ({"topic": "missing"}, "no topic 'missing'; existing: in, out"),
         ({"columns": "key,values"}, "option columns: 'values' is not a column; give some of key, value, topic"),
     ],
 )
@@ -335,7 +335,7 @@ def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any,
         assert {p.owner_name for p in described.partitions} == {described.members[0].name}
         second = streams(spark, hub, leaseTtl="0.5").writeStream.format("noop")
         other = second.option("checkpointLocation", str(tmp_path / "d")).start()
-        with pytest.raises(pyspark.errors.StreamingQueryException, match=r"belongs to .* alone"):
+        with pytest.raises(pyspark.errors.StreamingQueryException, match=r"is used exclusively by "):
             other.awaitTermination(60)
     finally:
         query.stop()

@@ -170,7 +170,7 @@ def test_g7_a_topic_that_was_made_again_is_not_read_for_the_old_one(hub: Hub, mo
     hub.delete_topic("t")
     hub.create_topic("t", partitions=1)
     for _ in range(2):  # with the handle that the first task has left, and with another one
-        with pytest.raises(TopicDeleted, match=r"'t' was deleted and made again.* Start the read again") as caught:
+        with pytest.raises(TopicDeleted, match=r"'t' was deleted and created again.* Start the read again") as caught:
             offsets(parts)
     hub.delete_topic("t")
     with pytest.raises(UnknownTopic, match="no topic 't'"):
@@ -201,7 +201,7 @@ def test_g7_a_stream_under_which_a_topic_was_made_again_says_so_and_what_to_do(
         lambda stream: stream.reportLatestOffset(),
         lambda stream: stream.prepareForTriggerAvailableNow(),
     ):
-        with pytest.raises(TopicDeleted, match=r"'t' was deleted and made again.* new checkpoint location"):
+        with pytest.raises(TopicDeleted, match=r"'t' was deleted and created again.* new checkpoint location"):
             ask(readers[0])
     readers[0].stop()
     readers.append(StreamReader(options))  # the query is started again with its checkpoint location
@@ -289,7 +289,7 @@ def test_s6_g7_a_range_that_a_server_does_not_have_is_an_error_and_never_other_r
     hub.create_topic("t", partitions=1)
     with hub.producer("t") as out:
         out.send_batch(pa.table({"value": [b"other"] * 6000})).result()
-    with pytest.raises(TopicDeleted, match=r"'t' was deleted and made again.* Start the read again"):
+    with pytest.raises(TopicDeleted, match=r"'t' was deleted and created again.* Start the read again"):
         offsets(strict)
 
 

@@ -87,7 +87,7 @@ def test_topics_by_pattern_and_partitions_by_number(hub: Hub) -> None:
         slices(hub, subscribePattern="ord")
     with pytest.raises(UnknownTopic, match="nowhere"):
         slices(hub, subscribe="orders,nowhere")
-    with pytest.raises(InvalidOption, match="option assign: returns has only partitions 0, 1, and not 2"):
+    with pytest.raises(InvalidOption, match="option assign: returns has only partitions 0, 1, not 2"):
         slices(hub, assign='{"returns": [1, 2]}')
 
 

@@ -89,7 +89,7 @@ def test_rows_of_the_source_are_written_as_they_are_and_name_their_topics(spark:
     assert values(hub, "out") == sorted([*range(30), *range(10, 30)])
     write(routed.limit(1), hub, topic="out")  # the option takes precedence over the column, as in Kafka's sink
     assert len(values(hub, "out")) == 51
-    with pytest.raises(Exception, match=r"partition 1, and the topic more has partitions 0 to 0.*df\.drop"):
+    with pytest.raises(Exception, match=r"partition 1, but the topic more has partitions 0 to 0.*df\.drop"):
         write(rows, hub, topic="more")
     with pytest.raises(Exception, match=r"no topic 'nowhere'.*pxrs topic create"):
         write(rows.drop("partition").selectExpr("*", "IF(offset = 7, 'nowhere', 'out') AS topic"), hub)

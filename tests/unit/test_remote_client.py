@@ -553,7 +553,7 @@ def test_a_closed_log_asks_for_no_subscription(peer: Peer) -> None:
 
 def test_a_topic_whose_creation_was_not_answered_is_known_by_its_id(peer: Peer) -> None:
     log = open_log(peer.url)
-    exists = {"code": "log.topic-exists", "bases": ["log"], "message": "there is a topic 'orders' already"}
+    exists = {"code": "log.topic-exists", "bases": ["log"], "message": "topic 'orders' already exists"}
     for there in (TOPIC, new_topic("orders")):
         creating = aside(lambda: log.create_topic(TOPIC))
         control = peer.control()
