@@ -118,12 +118,6 @@ def test_make_targets_that_the_documents_name_exist() -> None:
     assert named - {"sure", "room"} <= set(re.findall(r"make ([a-z]+)", listed)), listed
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for path in [*DOCUMENTS, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
-
-
 def test_a_topic_goes_to_other_libraries_by_the_lines_that_are_printed() -> None:
     text = (ROOT / "docs/log.md").read_text()
     lines = dict(re.findall(r"^\| (pandas|Polars|DuckDB) \| `(.+)` \|$", text, re.MULTILINE))
