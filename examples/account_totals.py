@@ -77,7 +77,7 @@ def run(spark: SparkSession, folder: str | Path) -> None:
 def totals(hub: pxrs.Hub) -> dict[tuple[str, str], str]:
     rows = [json.loads(value, parse_float=str) for value in hub.topic("totals").to_arrow()["value"].to_pylist()]
     found = {(row["account"], row["hour"]): row["total"] for row in rows}
-    assert len(found) == len(rows), "each is sent once"
+    assert len(found) == len(rows), "each total is sent once"
     return found
 
 

@@ -46,12 +46,12 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
         shutil.rmtree(Path(folder, "checkpoint"))  # Spark's checkpoint is gone, the group's is not
         start(spark, folder).awaitTermination()
         found = arrived(hub)
-        assert sorted(value for _, value in found) == list(range(MESSAGES)), "each of them, and each once"
+        assert sorted(value for _, value in found) == list(range(MESSAGES)), "each message exactly once"
         for key in {key for key, _ in found}:
             values = [value for its_key, value in found if its_key == key]
-            assert values == sorted(values), "and those of a key in their order"
+            assert values == sorted(values), "in order for each key"
         assert hub.group("copier").describe().lag == 0
-        print(f"cut off after {cut} of {MESSAGES} messages; all have arrived, each once")
+        print(f"interrupted after {cut} of {MESSAGES} messages; each message arrived exactly once")
 
 
 def start(spark: SparkSession, folder: str | Path) -> StreamingQuery:

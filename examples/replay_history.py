@@ -64,7 +64,7 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
         again = values(hub, "taxed-again")
         assert again == tried
         assert hub.group("tax").describe().lag == 0
-        print(f"once {values(hub, 'taxed')}, and the last day again {again}")
+        print(f"first run: {values(hub, 'taxed')}; last day replayed: {again}")
 
 
 def run(spark: SparkSession, folder: str | Path, function: Callable[[DataFrame], DataFrame], sink: str) -> None:

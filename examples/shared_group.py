@@ -46,11 +46,11 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
         wait_for(lambda: len(by_spark(hub)) + len(by_python) == 3_000, query)
         query.stop()
 
-        assert sorted(by_spark(hub) + by_python) == list(range(3_000)), "each is done, and by one of them"
+        assert sorted(by_spark(hub) + by_python) == list(range(3_000)), "each job is done exactly once"
         assert by_python
-        assert all(1_000 <= number < 2_000 for number in by_python), "the worker did its part while it was there"
+        assert all(1_000 <= number < 2_000 for number in by_python), "the worker handled jobs of its time only"
         assert hub.group("workers").describe().lag == 0
-        print(f"{jobs.partitions} partitions: Spark did {len(by_spark(hub))} jobs, the worker {len(by_python)}")
+        print(f"{jobs.partitions} partitions: Spark handled {len(by_spark(hub))} jobs, the worker {len(by_python)}")
 
 
 def start(spark: SparkSession, folder: str | Path) -> StreamingQuery:

@@ -48,13 +48,13 @@ def main(folder: str | Path, spark: object = None) -> None:
         assert worker.wait() == 0, log.read_text()
 
         done = [json.loads(item.value)["order"] for item in charged.peek(ORDERS)]
-        assert sorted(done) == sorted(set(range(ORDERS)) - BROKEN), "each of them, and each once"
+        assert sorted(done) == sorted(set(range(ORDERS)) - BROKEN), "each order exactly once"
         assert log.read_text().count("ended with exit code 1; starting it again") == 1
         given_up = list(orders.dead_letters())
         assert {json.loads(item.value)["order"] for item in given_up} == BROKEN
         assert all(item.deliveries == 3 for item in given_up)
         assert hub.group("charging").describe().lag == 0
-        print(f"{len(done)} orders are charged, each once, though a worker died; {len(given_up)} were given up:")
+        print(f"{len(done)} orders were charged once each, although a worker died; {len(given_up)} are dead letters:")
         for item in given_up:
             print(f"  {item.value.decode()}: {item.error}")
 

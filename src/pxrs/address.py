@@ -41,7 +41,7 @@ def _open_memory(address: Address) -> Log:
     from pxrs.log.memory import MemoryLog
 
     if address.rest or address.options:
-        raise InvalidUrl(f"{address.text}: write memory: and nothing more")
+        raise InvalidUrl(f"{address.text}: write memory: with nothing after it")
     return MemoryLog()
 
 
@@ -83,7 +83,7 @@ def open_log(url: str | os.PathLike[str]) -> Log:
     if address.scheme not in LOGS and address.scheme not in (known := log_schemes()):
         if address.scheme in registries.schemes():
             raise InvalidUrl(
-                f"{address.text} keeps no messages: write pxrs.open(DIRECTORY, registry='{address.scheme}:...'), or "
+                f"{address.text} stores no messages: use pxrs.open(DIRECTORY, registry='{address.scheme}:...'), or "
                 f"pxrs.open(registry='{address.scheme}:...') for queues alone"
             )
         others = "".join(f", {scheme}:" for scheme in known if scheme not in LOGS)

@@ -36,8 +36,8 @@ def whole(kind: Kind, name: str, given: Any, least: int, most: int | None = None
     except TypeError:
         number = None
     if number is None or isinstance(given, bool) or number < least or (most is not None and number > most):
-        span = f"from {least:,} on" if most is None else f"from {least:,} to {most:,}"
-        raise kind(f"{name} is {shown(given)}: give a whole number {span}")
+        span = f"of at least {least:,}" if most is None else f"from {least:,} to {most:,}"
+        raise kind(f"{name} is {shown(given)}; it must be a whole number {span}")
     return number
 
 
@@ -48,21 +48,21 @@ def seconds(
     number = given.total_seconds() if isinstance(given, timedelta) else given
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     if not is_number or not least <= number <= most or (above and number == least):
-        span = f"more than {least:g}" if above else f"from {least:g}"
-        raise kind(f"{name} is {shown(given)}: give seconds, or a timedelta, {span} to {_span(most)}")
+        span = f"more than {least:g} s and at most" if above else f"from {least:g} s to"
+        raise kind(f"{name} is {shown(given)}; it must be seconds or a timedelta, {span} {_span(most)}")
     return float(number)
 
 
 def flag(kind: Kind, name: str, given: Any) -> bool:
     """True or False. Other values are refused: the text "false" would count as true."""
     if not isinstance(given, bool):
-        raise kind(f"{name} is {shown(given)}: give True or False")
+        raise kind(f"{name} is {shown(given)}; it must be True or False")
     return given
 
 
 def text(kind: Kind, name: str, given: Any, what: str) -> str:
     if not isinstance(given, str):
-        raise kind(f"{name} is {shown(given)}: give {what}, a str")
+        raise kind(f"{name} is {shown(given)}; it must be a str: {what}")
     return given
 
 
@@ -75,7 +75,7 @@ def functions(kind: Kind, **given: Any) -> None:
     """Check that each value is callable or None."""
     for name, each in given.items():
         if each is not None and not callable(each):
-            raise kind(f"{name} is {shown(each)}: give a function, or None")
+            raise kind(f"{name} is {shown(each)}; it must be a function or None")
 
 
 def partition(kind: Kind, topic: str, given: Any, partitions: int) -> int:
@@ -93,11 +93,11 @@ def ids(kind: Kind, name: str, given: Any) -> set[str] | None:
     found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
     for each in found:
         if not isinstance(each, str):
-            raise kind(f"{name} has {shown(each)}: give ids, each a str, or None for all")
+            raise kind(f"{name} has {shown(each)}; it must be ids, each a str, or None for all")
     return set(found)
 
 
 def _span(most: float) -> str:
     if most == DAY_S:
-        return "a day"
-    return "a year" if most == WAIT_S_MAX else f"{most:g}"
+        return "1 day"
+    return "1 year" if most == WAIT_S_MAX else f"{most:g} s"

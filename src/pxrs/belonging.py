@@ -98,10 +98,10 @@ class Belonging:
         topics: the ids of the hub's topics. Groups of this registry with checkpoints of one of them are this hub's,
         whatever id the hub had when the checkpoints were written."""
         if self._registry.is_in_memory:
-            raise InvalidUrl(f"the registry {self.shown} ends with this process: a hub cannot belong to it")
+            raise InvalidUrl(f"the registry {self.shown} exists only in this process, so a hub cannot belong to it")
         self._check_place()
         if not self.record.folder.is_dir():
-            raise InvalidUrl(f"there is no directory {self.record.folder}")
+            raise InvalidUrl(f"the directory {self.record.folder} does not exist")
         self.record.check_writable()
         before, after = self.record.adopt(fingerprint(self._registry.get()), self.shown)
         _take_groups(self._registry.get(), set(topics), self._home(after))
@@ -113,9 +113,9 @@ class Belonging:
         record = self.record.read()
         if record is None or not record.registry:
             raise RetentionPostponed(
-                f"nothing is removed from {topic}: it is not on record which registry the groups of the hub "
-                f"{self._url} are in; that is written when a member of a group joins, or by "
-                f"`pxrs registry adopt --at {self._url} --registry URL`"
+                f"retention removes nothing from {topic}, because the registry of the groups of the hub {self._url} is "
+                "not recorded: it is recorded when a member of a group joins, or by `pxrs registry adopt --at "
+                f"{self._url} --registry URL`"
             )
         self._checked(record)
 
@@ -151,4 +151,4 @@ def _take_groups(registry: Registry, topics: set[str], home: Home) -> None:
         try:
             registry.commit({keys.home: ABSENT if entry is None else entry.version}, {keys.home: home.dump()})
         except Conflict:
-            _logger.warning("group %s: a member of it is just joining, from %s; run adopt again", name, known.place)
+            _logger.warning("group %s: a member is joining from %s; run `pxrs registry adopt` again", name, known.place)

@@ -66,7 +66,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves when told to, for tests of what happens over time. Threads share it.
+    """A clock that only `advance` moves, for tests of what happens over time. Threads share it.
 
     `advance` moves `now` and `wall_time_us` together. Threads that wait on this clock notice it within POLL_S."""
 

@@ -70,12 +70,12 @@ def explain(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
     file = error.filename if error.filename is not None else path
     what = str(error.strerror or error) if file is None else f"{os.fspath(file)}: {error.strerror}"
     if error.errno == errno.ENFILE:
-        return f"{what}; the whole system has as many files open as it may: raise it with `sysctl fs.file-max`"
+        return f"{what}; the whole system has reached its limit of open files: raise it with `sysctl fs.file-max`"
     if error.errno == errno.EMFILE:
         return (
-            f"{what}; raise the limit of open files with `ulimit -n` (of a systemd service: LimitNOFILE=), or use "
-            "fewer: each open partition and each thread that waits for messages takes up to three descriptors, each "
-            "lease of a registry in files and each connection one"
+            f"{what}; raise the limit of open files with `ulimit -n` (for a systemd service: LimitNOFILE=), or use "
+            "fewer files: each open partition and each thread that waits for messages takes up to three descriptors, "
+            "each lease of a registry in files and each connection one"
         )
     return what
 
@@ -106,16 +106,16 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     if error.errno == errno.EROFS or (is_write and place and _is_read_only(place)):
         what = (
             f"{place} is on a file system that is mounted read-only, so this process (uid {os.geteuid()}) cannot write "
-            "there: mount it writable, or run this process where it is"
+            "there: mount it writable, or run this process on a machine where it is writable"
         )
         return Denied(place, True, what)
     action = "write to" if is_write else "read"
     try:
         status = os.stat(place)
         owner = f"{_user(status.st_uid)}, mode {stat.filemode(status.st_mode)}"
-        advice = f"run it as {_user(status.st_uid)}, or give it the permission"
+        advice = f"run this process as {_user(status.st_uid)}, or grant it the permission"
     except OSError:
-        owner, advice = "unknown", "run it as the owner, or give it the permission"
+        owner, advice = "unknown", "run this process as the owner, or grant it the permission"
     what = f"{_user(os.geteuid())} may not {action} {place} (owner: {owner}): {advice}"
     return Denied(place, is_write, what)
 
@@ -182,8 +182,8 @@ def refuse_network_file_system(path: str | os.PathLike[str], what: str = "a regi
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
         raise UnsupportedPlatform(
-            f"{os.fspath(path)} is on {kind}, a network file system: {what} is not safe there, since locks are not; "
-            "use a local disk, or a registry on PostgreSQL, etcd or ZooKeeper"
+            f"{os.fspath(path)} is on {kind}, a network file system: {what} is not safe there, because file locks are "
+            "unreliable; use a local disk, or a registry on PostgreSQL, etcd or ZooKeeper"
         )
 
 

@@ -47,4 +47,4 @@ def _make(call: Callable[..., object], given: tuple[Any, ...]) -> None:
     try:
         call(*given)
     except Exception as error:
-        _logger.warning("closing what was dropped without close() failed: %s", error, exc_info=error)
+        _logger.warning("closing an object that was dropped without close() failed: %s", error, exc_info=error)

@@ -17,7 +17,7 @@ TRACEBACK_CHARACTERS_MAX: Final = 2_000
 TYPE_CHARACTERS_MAX: Final = 200
 _LINE_CHARACTERS_MAX: Final = 400
 _FRAMES_MAX: Final = 50
-_LEFT_OUT: Final = "... {} lines are left out here"
+_LEFT_OUT: Final = "... {} lines omitted"
 _OWN_CODE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 

@@ -47,8 +47,9 @@ def check(what: str) -> None:
         _started_in = os.getpid()
     if _started_in != os.getpid() and os.environ.get(VARIABLE, "").lower() not in ("1", "true", "yes"):
         raise UsedAfterFork(
-            f"{what}: this process was forked from one that uses gRPC, which cannot go on from there: start processes "
-            "by 'spawn' or 'forkserver', or fork before the first registry on etcd or hub of `pxrs serve` is opened"
+            f"{what}: this process was forked from one that uses gRPC, which cannot be used in the child: start "
+            "processes with 'spawn' or 'forkserver', or fork before the first registry on etcd or hub of `pxrs serve` "
+            "is opened"
         )
 
 

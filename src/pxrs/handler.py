@@ -13,7 +13,7 @@ from typing import Any, Final
 OF_A_MESSAGE: Final = ("one message",)
 OF_AN_ITEM: Final = ("a transaction", "an item")
 """The arguments that handlers get, as error messages name them."""
-_PLAIN: Final = "give a plain function, neither async nor a generator"
+_PLAIN: Final = "use a plain function, neither async nor a generator"
 
 
 def fault_of(name: str, handler: Any, of: Sequence[str]) -> str:
@@ -23,9 +23,9 @@ def fault_of(name: str, handler: Any, of: Sequence[str]) -> str:
     of:   names of the arguments, such as OF_A_MESSAGE."""
     words = " and ".join(of)
     if not callable(handler):
-        return f"{name} is {type(handler).__name__}, and not a function of {words}"
+        return f"{name} is of type {type(handler).__name__}, but must be a function of {words}"
     if _is_lazy(handler) or _is_lazy(type(handler).__call__):
-        return f"{name} does nothing when it is called: {_PLAIN}"
+        return f"{name} is an async or generator function, but async handlers are not supported: {_PLAIN}"
     try:
         signature = inspect.signature(handler)
     except ValueError:  # a function in C, which may have no signature
@@ -42,7 +42,7 @@ def check_result(result: object) -> None:
     always see that, for example if the handler is a wrapper."""
     if inspect.iscoroutine(result) or inspect.isgenerator(result):
         result.close()
-        raise TypeError(f"the handler has done nothing, and returned a {type(result).__name__}: {_PLAIN}")
+        raise TypeError(f"the handler returned a {type(result).__name__} instead of doing its work: {_PLAIN}")
 
 
 def _is_lazy(function: Any) -> bool:

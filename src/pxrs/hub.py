@@ -52,11 +52,12 @@ if TYPE_CHECKING:
 
 
 class Hub(OpenHub):
-    """A log and a registry that are open: topics, producers, consumers, groups, queues. Threads share it; a forked
+    """An open log and its registry: topics, producers, consumers, groups, queues. Threads share it; a forked
     child must open its own.
 
-    Close it, by `close` or a `with` block. A hub that is dropped without that closes itself, with a ResourceWarning,
-    when neither it nor a consumer, producer, transaction or handle that it made is referenced any more."""
+    Close it with `close` or a `with` block. A hub that is dropped without being closed closes itself, with a
+    ResourceWarning, when neither it nor a consumer, producer, transaction or handle that it created is referenced any
+    more."""
 
     # Over the limit: a user finds every operation here, with its documentation.
 
@@ -78,23 +79,24 @@ class Hub(OpenHub):
         ack_quorum: int | None = None,
         exist_ok: bool = False,
     ) -> TopicHandle:
-        """Make a topic. Its partition count and partitioner are fixed for good; `alter_topic` changes the rest.
+        """Create a topic. Its partition count and partitioner cannot be changed; `alter_topic` changes the rest.
 
         partitioner: xxh64, murmur2 as Kafka's clients hash, or the name of an entry point pxrs.partitioners.
-        retention:  how long a message is kept, in seconds or as a timedelta, counted from when it was stored, whatever
-                    its own time says; retention_bytes: how much of each partition. None keeps everything.
-        segment_bytes, segment_s: how large a segment gets, and for how long it takes appends (by default a quarter of
+        retention:  how long a message is kept, in seconds or as a timedelta, counted from when it was stored and not
+                    from its timestamp; retention_bytes: how many bytes of each partition are kept. None keeps
+                    everything.
+        segment_bytes, segment_s: how large a segment gets, and for how long it is appended to (by default a quarter of
                     `retention`). Retention removes whole segments: messages stay for up to that much longer.
         durability: what an append waits for. "disk": that it survives a power loss. "os": that it survives the death
-                    of every process; a power loss takes what the operating system had not written yet.
-        keep_unread: retention takes nothing that a group of the hub's registry has yet to read. A group that nobody
-                    needs must be deleted. With a retention, such a topic needs the registry to be reachable now if no
-                    registry is on record for the hub: this one is recorded.
+                    of every process; a power loss loses what the operating system had not written yet.
+        keep_unread: retention removes nothing that a group of the hub's registry has yet to read, so delete groups that
+                     are no longer needed. With a retention and no recorded registry of the hub, the registry must be
+                     reachable now, and is recorded.
         ensemble, write_quorum, ack_quorum: in a cluster, over how many nodes messages are spread, how many copies each
                     has, and how many are durable before it is acknowledged: 3, 3, 2. Fixed (docs/cluster.md).
-        exist_ok:   if a topic of this name is there, return it, provided that each of its settings is the one given
-                    here, or the default where none is given; otherwise TopicDiffers is raised, which names the
-                    settings that differ. Several processes may call this at once: one of them creates the topic.
+        exist_ok:   if a topic of this name exists, return it, provided that each of its settings is the one given here,
+                    or the default where none is given; otherwise raise TopicDiffers, which names the settings that
+                    differ. Several processes may call this at the same time: one of them creates the topic.
         Raises TopicExists, InvalidTopic; with `exist_ok` DamagedFrame, if the topic's stored description is damaged.
         """
         settings = {
@@ -114,8 +116,8 @@ class Hub(OpenHub):
         return self._handle(self._topics.create(name, settings, exist_ok=exist_ok))
 
     def create_described(self, topic: Topic, *, by: str | None = None) -> TopicHandle:
-        """Make a topic from its description, which has its id: for a server, whose client has chosen the id. Raises
-        TopicExists, InvalidTopic.
+        """Create a topic from its description, which includes its id: for a server, whose client has chosen the id.
+        Raises TopicExists, InvalidTopic.
 
         by: who does it, for the event log; by default the user of this process."""
         return self._handle(self._topics.create_described(topic, by=by))
@@ -126,7 +128,7 @@ class Hub(OpenHub):
     def topics(self, *, internal: bool = False) -> list[Topic]:
         """All topics that can be opened, in the order of their names. See `damaged_topics` for the others.
 
-        internal: with those that pxrs writes itself, `_events` and `_audit`."""
+        internal: include those that pxrs writes itself, `_events` and `_audit`."""
         self.parts.check_usable()
         self.log.check_topics()
         return [topic for topic in self.log.topics() if internal or not is_internal(topic.name)]
@@ -134,7 +136,7 @@ class Hub(OpenHub):
     def damaged_topics(self) -> list[DamagedTopic]:
         """The topics that cannot be opened, because their stored description is damaged, in the order of their names.
 
-        Restore a topic's `topic.json` from a copy; or delete the topic, with all its messages, and make it again."""
+        Restore a topic's `topic.json` from a copy; or delete the topic, with all its messages, and create it again."""
         self.parts.check_usable()
         self.log.check_topics()
         return self.log.damaged_topics()
@@ -165,15 +167,16 @@ class Hub(OpenHub):
         id: str | None = None,
         exist_ok: bool = False,
     ) -> RegisteredSource:
-        """Register a table of a SQL database under a name, to be read wherever a topic is. What is registered.
+        """Register a table of a SQL database under a name, so that it can be read like a topic. Returns what is
+        registered.
 
-        The table is opened once, to see that it is there and has these columns. The registry keeps the address without
+        The table is opened once, to check that it exists and has these columns. The registry stores the address without
         user and password: see `source` for where a process takes those from. The settings are those of
-        `pxrs.sources.sql_table`, and are fixed.
+        `pxrs.sources.sql_table`, and cannot be changed.
 
         id:       keep checkpoints under this id, such as one that `pxrs group describe` shows for a table that was read
                   before it was registered. By default it is computed from the address, the table and the partitions.
-        exist_ok: one of this name and these settings may be registered already.
+        exist_ok: do not raise SourceExists if a source of this name with these settings is already registered.
         Raises SourceExists, InvalidTopic, InvalidUrl, and ReadFailed if the database cannot be reached.
         """
         settings = {
@@ -197,7 +200,7 @@ class Hub(OpenHub):
         return self._sources.records()
 
     def source(self, name: str, url: str | None = None) -> SqlTable:
-        """A registered source, to be read without a group. The hub keeps it open for all who ask, and closes it.
+        """A registered source, to be read without a group. All callers share it; the hub closes it.
 
         url: the address with user and password. By default that in the environment variable PXRS_SOURCE_<NAME> (in
              upper case, every other character as `_`), or else the registered address, for which libpq takes PGUSER and
@@ -206,21 +209,22 @@ class Hub(OpenHub):
         return self._sources.open(name, url)
 
     def remove_source(self, name: str) -> None:
-        """Forget a registered source. Its table stays as it is, and so do the checkpoints of groups, under the source's
-        id: registered again with the same settings, groups go on where they were.
+        """Remove a registered source. Its table is not changed, and the checkpoints of groups are kept under the
+        source's id: if it is registered again with the same settings, groups continue where they were.
 
         Raises UnknownSource, and GroupActive while a group has members that read it."""
         self._sources.remove(name)
 
     def readable(self, name: str) -> Source:
-        """The topic of this name; without one, the registered source. Raises UnknownTopic, and what `source` raises."""
+        """The topic of this name or, if there is none, the registered source. Raises UnknownTopic, and what `source`
+        raises."""
         return self._sources.readable(name)
 
     # The registry that the hub belongs to.
 
     def check_registry(self) -> Home | None:
         """The identity of this hub, None if it has none yet. Raises WrongRegistry if the hub belongs to another
-        registry than the one that it was opened with: then nothing of the hub may be coordinated through that."""
+        registry than the one that it was opened with: then the hub must not be coordinated through that one."""
         return self.parts.check_registry()
 
     def join_registry(self) -> Home | None:
@@ -229,25 +233,25 @@ class Hub(OpenHub):
         return self.parts.join_registry()
 
     def adopt_registry(self) -> tuple[str, str]:
-        """Make the hub belong to the registry that it was opened with: `pxrs registry adopt`. The addresses of the
-        registry that it belonged to, empty if none is known, and of this one.
+        """Make the hub belong to the registry that it was opened with: `pxrs registry adopt`. Returns the address of
+        the registry that it belonged to, empty if none is known, and that of this one.
 
-        Stop the members of all groups first: those that go on in the old registry end with WrongRegistry at their next
-        checkpoint. Checkpoints are not copied: groups begin anew in this registry, or where they were in it, and what
-        they have read in the other one counts no more for `keep_unread`."""
+        Stop the members of all groups first: those that continue in the old registry end with WrongRegistry at their
+        next checkpoint. Checkpoints are not copied: groups start over in this registry, or where they were in it, and
+        what they have read in the other one no longer counts for `keep_unread`."""
         return self.parts.adopt_registry()
 
     def alter_topic(self, name: str, **changes: Unpack[TopicChanges]) -> TopicHandle:
-        """Change settings of a topic; those that are not given stay. They are those of `create_topic`; None for
-        `retention` or `retention_bytes` keeps everything. Partition count and partitioner are fixed: `copy_topic`
-        copies a topic into one that has others.
+        """Change settings of a topic; those that are not given stay as they are. They are those of `create_topic`; None
+        for `retention` or `retention_bytes` keeps everything. Partition count and partitioner cannot be changed:
+        `copy_topic` copies a topic into one with others.
 
-        The change is durable when this returns. Appends of every process use it from the next one on, and retention
-        from the next round of upkeep on; clients of a server that send use another `codec` once they open the topic
-        again. `keep_unread` and `durability` count for all processes when this returns. Processes of version 0.1 go on
-        with the settings that they have read.
+        The change is durable when this returns. Every process applies it to its next append, and retention applies it
+        in the next round of upkeep; clients that send through a server use another `codec` once they open the topic
+        again. `keep_unread` and `durability` apply to all processes when this returns. Processes of version 0.1 keep
+        the settings that they have read.
 
-        Raises UnknownTopic, InvalidTopic, and OutcomeUnknown if a server's reply was lost: repeat it."""
+        Raises UnknownTopic, InvalidTopic, and OutcomeUnknown if a server's reply was lost: call it again."""
         altered = self._topics.alter(name, changes)
         self._janitor.take_part(altered.topic, sends=False)
         return self._handle(altered)
@@ -268,22 +272,22 @@ class Hub(OpenHub):
         append: bool = False,
         on_progress: Callable[[Copied], None] | None = None,
     ) -> Copied:
-        """Copy the messages of a topic into another one: keys, values, headers and times, each message once, in the
-        order of their keys. Returns when all that was there at the beginning is copied.
+        """Copy the messages of a topic into another one: keys, values, headers and times, each message once; messages
+        of one key keep their order. Returns when all that existed at the beginning is copied.
 
-        If this ends early, by an error or a kill -9, call it again: it goes on where it was. Called again later, it
-        copies what has come since. One process at a time may copy a topic into another one.
+        If this ends early, by an error or a kill -9, call it again: it continues where it stopped. Called again later,
+        it copies what was sent since then. One process at a time may copy a topic into another one.
 
-        target:     created with the settings of the source if it is not there.
+        target:     created with the settings of the source if it does not exist.
         to:         the hub of the target; by default this one.
-        partitions: how many the target has; by default as many as the source. With as many, and the same partitioner,
-                    each message stays in the partition of its number.
+        partitions: how many the target has; by default as many as the source. With the same number and the same
+                    partitioner, each message keeps the number of its partition.
         start:      where the copy begins in each partition: an offset, or a time; by default at the first message.
-                    A copy that has begun goes on where it is.
-        end:        where it ends, this time: an offset, or the first message of a time; by default at the end.
+                    A copy that has begun continues where it is.
+        end:        where this call ends: an offset, or the first message of a time; by default at the end.
         append:     allow a new copy into a topic that has or had messages.
         on_progress: called after each piece.
-        Raises CopyFailed, UnknownTopic, InvalidTopic, and what the log and the registry raise."""
+        Raises CopyFailed, UnknownTopic, InvalidTopic, and errors of the log and the registry."""
         into = self._topics_of(self if to is None else to)
         return self._topics.copy(source, target, into, partitions, start, end, append, on_progress)
 
@@ -330,8 +334,8 @@ class Hub(OpenHub):
         return self._clients.consumer(topic, group, self, dead_letters, **options)
 
     def group(self, name: str, *sources: Source) -> GroupHandle:
-        """A group to look at or to administer. It finds the hub's topics and the registered sources; sources that are
-        neither are given."""
+        """A handle of a group, to inspect or administer it. It finds the hub's topics and the registered sources by
+        itself; pass sources that are neither."""
         return self._keep(self._clients.group(name, sources))
 
     def groups(self) -> list[str]:
@@ -352,29 +356,30 @@ class Hub(OpenHub):
         *,
         exist_ok: bool = False,
     ) -> QueueHandle:
-        """Make a work queue. `fifo` is fixed for good; `alter_queue` changes the rest.
+        """Create a work queue. `fifo` cannot be changed; `alter_queue` changes the rest.
 
         policy:  how often an item may be delivered: AtLeastOnce() (the default), ConsumeTimes(k) or ConsumeOnce().
-        fifo:    strictly first in, first out: one transaction at a time takes, and an item that comes back is the next.
-        backoff: how long an item waits that came back: FixedBackoff(...), ExponentialBackoff(...), or None, not at all.
-        exist_ok: if a queue of this name is there, return it, provided that its settings are those given here, or the
-                 defaults where none are given; otherwise QueueDiffers is raised, which names the settings that differ.
-                 Several processes may call this at once: one of them creates the queue.
+        fifo:    strictly first in, first out: one transaction at a time takes items, and a returned item is the next
+                 one.
+        backoff: how long a returned item waits: FixedBackoff(...), ExponentialBackoff(...), or None for not at all.
+        exist_ok: if a queue of this name exists, return it, provided that its settings are those given here, or the
+                  defaults where none are given; otherwise raise QueueDiffers, which names the settings that differ.
+                  Several processes may call this at the same time: one of them creates the queue.
         Raises QueueExists, InvalidQueue, and OutcomeUnknown if the reply was lost: with `exist_ok`, call it again."""
         return self._keep(self._queues.create(name, policy, fifo, backoff, exist_ok=exist_ok))
 
     def alter_queue(self, name: str, **changes: Unpack[QueueChanges]) -> QueueHandle:
-        """Change `policy` or `backoff` of a queue; what is not given stays. `fifo` is fixed.
+        """Change `policy` or `backoff` of a queue; what is not given stays as it is. `fifo` cannot be changed.
 
-        The change is durable when this returns, and every process uses it for items that it takes a second later or
-        more. An item counts as before what was delivered of it: one that is ready is delivered once more even if the
-        new policy allows fewer deliveries than it has had, and becomes a dead letter if it is returned then.
+        The change is durable when this returns, and every process applies it to items that it takes a second later or
+        more. Past deliveries of an item still count: one that is ready is delivered once more even if the new policy
+        allows fewer deliveries than it has had, and becomes a dead letter if it is returned then.
 
-        Raises UnknownQueue, InvalidQueue, and OutcomeUnknown if the reply was lost: repeat it."""
+        Raises UnknownQueue, InvalidQueue, and OutcomeUnknown if the reply was lost: call it again."""
         return self._keep(self._queues.alter(name, changes))
 
     def queue(self, name: str) -> QueueHandle:
-        """A queue to put into and to look at. Raises UnknownQueue."""
+        """A handle of a queue, to put items and to inspect it. Raises UnknownQueue."""
         return self._keep(self._queues.find(name))
 
     def queues(self) -> list[QueueHandle]:
@@ -382,7 +387,7 @@ class Hub(OpenHub):
         return [self._keep(queue) for queue in self._queues.every()]
 
     def delete_queue(self, name: str) -> None:
-        """Remove a queue and all that is in it. Raises UnknownQueue."""
+        """Delete a queue and all its items. Raises UnknownQueue."""
         self._queues.delete(name)
 
     def transaction(self) -> Transaction:
@@ -407,14 +412,14 @@ class Hub(OpenHub):
     def audit(self, *, since: Since = None, follow: bool = False) -> Iterator[Event]:
         """What administrators have done to the hub, with who and when, oldest first. It is kept for a year.
 
-        since, follow: as of `events`."""
+        since, follow: as in `events`."""
         from pxrs.events.reading import Wanted
 
         return self.parts.read_events(AUDIT_TOPIC, Wanted(), since, follow=follow)
 
     def record_audit(self, action: str, **fields: Json) -> None:
-        """Keep what an administrator has done, as the event `audit.<action>` with these fields; `pxrs.events.names` has
-        the actions of pxrs. It is stored soon; a failure of that is logged, and never raised.
+        """Record an action of an administrator as the event `audit.<action>` with these fields; `pxrs.events.names`
+        lists the actions of pxrs. It is stored in the background; a failure is logged, and never raised.
 
         action: its name: lower-case letters and underscores. Raises InvalidArgument if it has others.
 
@@ -430,7 +435,7 @@ class Hub(OpenHub):
         return self._janitor.status()
 
     def run_upkeep(self) -> RoundReport:
-        """Do one round of upkeep now, whoever is the janitor, and return what it did and what failed.
+        """Run one round of upkeep now, whichever hub is the janitor, and return what it did and what failed.
 
         Raises LogNotWritable if this process may not write to the directory; nothing was done then."""
         self.parts.check_usable()
@@ -439,7 +444,7 @@ class Hub(OpenHub):
 
     def start_upkeep(self) -> None:
         """Stand for election as the janitor now, instead of with the first producer or consumer of a topic with a
-        retention: for a process that is there for upkeep alone, as `pxrs upkeep` is."""
+        retention: for a process that does nothing but upkeep, such as `pxrs upkeep`."""
         self.parts.check_usable()
         self.log.check_topics()
         self._janitor.start()

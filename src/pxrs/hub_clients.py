@@ -167,7 +167,7 @@ class HubClients:
         for source in sources:
             if not isinstance(source, Source | TopicHandle):
                 raise InvalidGroup(
-                    f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
+                    f"{arguments.shown(source)} is not a Source; topics of this hub need not be passed here"
                 )
         home, catalog = parts.check_registry_of_topics, self._sources.catalog()
         return GroupHandle(parts.registry.get(), name, parts.log, sources, home, catalog, parts.events)

@@ -105,8 +105,8 @@ class HubParts:
         self.log.check_topics()
         if self.log.is_kept_by_server:
             raise InvalidUrl(
-                f"{self.url}: the server has the registry that it was started with: stop it, and run `pxrs registry "
-                "adopt` with the hub's directory, where it is"
+                f"{self.url}: the server uses the registry that it was started with: stop it, and run `pxrs registry "
+                "adopt` with the hub's directory on the server's machine"
             )
         if self.belonging is None:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
@@ -120,7 +120,7 @@ class HubParts:
         from pxrs.events.model import ACTION
 
         if not isinstance(action, str) or ACTION.fullmatch(action) is None:
-            wanted = "give up to 50 lower-case letters and underscores, such as rolled_out"
+            wanted = "use up to 50 lower-case letters and underscores, such as rolled_out"
             raise InvalidArgument(f"action is {arguments.shown(action)}: {wanted}")
         self.events.audit(action, **fields)
 

@@ -151,7 +151,8 @@ class HubRecordFile:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise LogBusy(
-                        f"another process has held {path} for {self.timeout:g} s; is it stopped? See who has it open"
+                        f"another process has held {path} for {self.timeout:g} s; it may be suspended: see which "
+                        "process has it open"
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_S_MAX)

@@ -94,7 +94,7 @@ class HubSources:
         """Open the source; url: its address with user and password, None to take those from the environment. Raises
         UnknownSource, WrongSource, ReadFailed."""
         self._parts.check_usable()
-        arguments.text(InvalidTopic, "source", name, "its name")
+        arguments.text(InvalidTopic, "source", name, "the source's name")
         if url is not None:
             _check_url(url)
         return self.catalog().open(name, url)
@@ -102,7 +102,7 @@ class HubSources:
     def remove(self, name: str) -> None:
         """Forget the source. Raises UnknownSource, and GroupActive while a group has members that read it."""
         self._parts.check_registry()
-        arguments.text(InvalidTopic, "source", name, "its name")
+        arguments.text(InvalidTopic, "source", name, "the source's name")
         self._remove(name)
 
     def _remove(self, name: str) -> None:
@@ -127,7 +127,7 @@ class HubSources:
         """The topic of this name; without one, the registered source. Raises UnknownTopic, and what opening it
         raises."""
         self._parts.check_usable()
-        arguments.text(InvalidTopic, "topic", name, "its name")
+        arguments.text(InvalidTopic, "topic", name, "the topic's name")
         try:
             return self._parts.log.topic(name)
         except (UnknownTopic, NoDirectory):
@@ -144,10 +144,10 @@ class HubSources:
             catalog = self.catalog_if_there()
             is_taken = catalog is not None and catalog.find(topic) is not None
         except PxrsError as error:
-            _logger.warning("topic %s: whether a registered source has this name is not known: %s", topic, error)
+            _logger.warning("topic %s: could not check whether a registered source has this name: %s", topic, error)
             return
         if is_taken:
-            raise TopicExists(f"{topic} is a registered source: choose another name, or remove that first")
+            raise TopicExists(f"{topic} is a registered source: choose another name, or remove the source first")
 
     def close(self) -> None:
         """Close the sources that were opened."""
@@ -164,9 +164,9 @@ def _as_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
         fields["settle_s"] = arguments.seconds(InvalidTopic, "settle_s", fields["settle_s"])
     columns = fields["value_columns"]
     if isinstance(columns, str):
-        raise InvalidTopic(f"value_columns is {columns!r}: give a list of names")
+        raise InvalidTopic(f"value_columns must be a list of names, not {columns!r}")
     fields["id"] = fields["id"] or ""
-    fields["table"] = arguments.text(InvalidTopic, "table", fields["table"], "its name")
+    fields["table"] = arguments.text(InvalidTopic, "table", fields["table"], "the table's name")
     fields["value_columns"] = None if columns is None else tuple(columns)
     fields["poll_s"] = arguments.seconds(InvalidTopic, "poll_s", fields["poll_s"], 0, arguments.DAY_S, above=True)
     return fields
@@ -175,4 +175,4 @@ def _as_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _check_url(given: object) -> None:
     """Without showing it: there may be a password in it."""
     if not isinstance(given, str):
-        raise InvalidUrl(f"url is of the type {type(given).__name__}: give the address of the database, a str")
+        raise InvalidUrl(f"url must be the address of the database, a str, not of type {type(given).__name__}")

@@ -71,18 +71,18 @@ class HubTopics:
         self._parts.check_usable()
         self._parts.log.check_topics()
         refuse_internal(name, "created")
-        hash_named(arguments.text(InvalidTopic, "partitioner", partitioner, "its name"))
+        hash_named(arguments.text(InvalidTopic, "partitioner", partitioner, "the partitioner's name"))
 
     def _check_name(self, given: object) -> None:
         self._parts.check_usable()
-        arguments.text(InvalidTopic, "topic", given, "its name")
+        arguments.text(InvalidTopic, "topic", given, "the topic's name")
 
     def _create(self, topic: Topic, by: str | None = None) -> TopicLog:
         log = self._parts.log
         if not (log.keeps_copies or log.is_kept_by_server) and any(getattr(topic, name) for name in QUORUMS):
             raise InvalidTopic(
-                f"{topic.name}: {', '.join(QUORUMS)} are for a cluster (docs/cluster.md), and {log.url} keeps one copy "
-                "of each message: leave them out"
+                f"{topic.name}: {', '.join(QUORUMS)} are only for a cluster (docs/cluster.md), but {log.url} keeps one "
+                "copy of each message: omit them"
             )
         if self._parts.belonging is not None:
             self._parts.belonging.begin(keeps_unread=topic.keeps_unread)
@@ -130,7 +130,7 @@ class HubTopics:
                 new = replace(new, **dict.fromkeys(QUORUMS))  # type: ignore[arg-type]  # each may be None
             return self.create_or_open(new)
         if partitions not in (None, found.partitions):
-            raise InvalidTopic(f"{name} has {counted(found.partitions, 'partition')}, and not {partitions}")
+            raise InvalidTopic(f"{name} has {counted(found.partitions, 'partition')}, not {partitions}")
         return found
 
     def alter(self, name: str, changes: Mapping[str, Any]) -> TopicLog:
@@ -138,10 +138,10 @@ class HubTopics:
         UnknownTopic, InvalidTopic."""
         self._check_name(name)
         if "retention_s" in changes:
-            raise InvalidTopic(f"{name}: give the time as retention=")
+            raise InvalidTopic(f"{name}: pass the time as retention=")
         fields = _as_fields(changes)
         if not fields:
-            raise InvalidTopic(f"{name}: no setting is given to change")
+            raise InvalidTopic(f"{name}: name at least one setting to change")
         return self.alter_described(name, fields)
 
     def alter_described(self, name: str, changes: Mapping[str, object], *, by: str | None = None) -> TopicLog:

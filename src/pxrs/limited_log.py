@@ -133,10 +133,10 @@ class LimitedLog:
     def _tell(self, windows: Iterable[_Window]) -> None:
         for window in windows:
             last = logging.LogRecord("", window.level, "", 0, window.message, window.args, None).getMessage()
-            count = "1 such record was" if window.left_out == 1 else f"{window.left_out:,} such records were"
+            count = "1 similar record was" if window.left_out == 1 else f"{window.left_out:,} similar records were"
             extra = {**window.extra, "left_out": window.left_out}
             self._logger.log(
-                window.level, "%s (%s left out of the log; this is the last)", last, count, extra=extra, stacklevel=3
+                window.level, "%s (%s not logged; this is the last)", last, count, extra=extra, stacklevel=3
             )
 
 
@@ -193,7 +193,7 @@ class Outage:
             self._logged_at[type(error)] = now
             left_out, self._left_out, self._is_logged = self._left_out, 0, True
         were = "was" if left_out == 1 else "were"
-        more = f" ({counted(left_out, 'failure')} before it {were} left out of the log)" if left_out else ""
+        more = f" ({counted(left_out, 'earlier failure')} {were} not logged)" if left_out else ""
         fields = {**self._extra, "error_type": type(error).__name__, "left_out": left_out}
         self._logger.log(self._level, "%s: %s; will try again%s", self._what, error, more, extra=fields, stacklevel=2)
 

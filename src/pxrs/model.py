@@ -141,8 +141,8 @@ class Topic:
         if fixed := sorted(set(changes) - set(ALTERABLE)):
             if fixed[0] in ("partitions", "partitioner"):
                 raise InvalidTopic(
-                    f"{self.name}: {fixed[0]} is fixed for the topic's life; `pxrs topic copy` copies its messages "
-                    "into a topic that has another one"
+                    f"{self.name}: {fixed[0]} cannot be changed after a topic was created; `pxrs topic copy` copies "
+                    "its messages into a topic with another one"
                 )
             raise InvalidTopic(f"{self.name}: {fixed[0]} cannot be changed; choose from {', '.join(ALTERABLE)}")
         found = replace(self, **changes)  # type: ignore[arg-type]  # the constructor checks each value
@@ -176,7 +176,7 @@ class Topic:
         if not _is_number(self.partitions, int) or not 1 <= self.partitions <= PARTITIONS_MAX:
             raise InvalidTopic(f"{self.name}: {self.partitions!r} partitions; choose from 1 to {PARTITIONS_MAX:,}")
         if not isinstance(self.partitioner, str) or not TOPIC_NAME.fullmatch(self.partitioner):
-            raise InvalidTopic(f"{self.name}: {self.partitioner!r} is no name of a partitioner, such as xxh64")
+            raise InvalidTopic(f"{self.name}: {self.partitioner!r} is not the name of a partitioner, such as xxh64")
         if self.codec not in CODECS:
             raise InvalidTopic(f"{self.name}: codec {self.codec!r}; choose from {', '.join(CODECS)}")
         if self.durability not in DURABILITIES:
@@ -192,10 +192,10 @@ class Topic:
             if value is not None and not (_is_number(value, kind) and 0 < value < math.inf):
                 raise InvalidTopic(f"{self.name}: {name} is {value!r}; give more than 0, or None {default}")
         if not isinstance(self.keep_unread, bool):
-            raise InvalidTopic(f"{self.name}: keep_unread is {self.keep_unread!r}; give True or False")
+            raise InvalidTopic(f"{self.name}: keep_unread is {self.keep_unread!r}; it must be True or False")
         self._check_quorums()
         if not _is_number(self.revision, int) or self.revision < 0:
-            raise InvalidTopic(f"{self.name}: revision {self.revision!r} is no count of changes")
+            raise InvalidTopic(f"{self.name}: revision {self.revision!r} is not a count of changes")
 
     def _check_quorums(self) -> None:
         given = self.ensemble, self.write_quorum, self.ack_quorum

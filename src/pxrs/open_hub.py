@@ -69,7 +69,8 @@ class OpenHub:
 
     @property
     def registry(self) -> Registry:
-        """Where the coordination is kept, opened by the first use. It is closed with the hub: keep the hub."""
+        """The registry, where the coordination is kept; opened by the first use. It is closed with the hub: keep a
+        reference to the hub."""
         self.parts.check_usable()
         return self.parts.registry.get()
 
@@ -87,7 +88,7 @@ class OpenHub:
         event log, the log and the registry, in this order. Consumers are closed at the same time, on threads of their
         own.
 
-        Raises the first error, when all are closed."""
+        Raises the first error after all are closed."""
         if os.getpid() != self.parts.pid:
             return  # in a forked child: the hub belongs to the parent
         clients = self._clients.end()

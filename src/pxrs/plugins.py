@@ -37,18 +37,19 @@ def function_named(
     if not found:
         choices = ", ".join(names(ours, entry_point_group))
         raise refusal(
-            f"{setting} is {name!r}; choose from {choices}, or install the package that has it (entry point "
+            f"{setting} is {name!r}; choose from {choices}, or install the package that provides it (entry point "
             f"{entry_point_group})"
         )
     if len(found) > 1:
-        raise refusal(f"{setting} {name!r}: installed packages differ on it: {', '.join(sorted(found))}; remove one")
+        raise refusal(f"{setting} {name!r}: installed packages define it differently: {', '.join(sorted(found))}; "
+                      "remove all but one")
     ((value, entry),) = found.items()
     try:
         function = entry.load()
     except Exception as error:  # whatever the package's code raises
         raise refusal(f"{setting} {name!r}: loading {value} failed: {error!r}") from error
     if not callable(function):
-        raise refusal(f"{setting} {name!r}: {value} is a {type(function).__name__}, and not a function")
+        raise refusal(f"{setting} {name!r}: {value} is a {type(function).__name__}, not a function")
     return cast(T, function)
 
 

@@ -289,7 +289,7 @@ class Scheduler:
         try:
             following = scheduled.work()
         except BaseException:  # also SystemExit: this worker has other work to do
-            _logger.exception("%s has failed and is not run again", scheduled.name)
+            _logger.exception("%s has failed and will not run again", scheduled.name)
         finally:
             self._put_back(scheduled, following)
         return True

@@ -25,7 +25,7 @@ TABLE_SCHEMA: Final = pa.schema(
 
 
 class TopicHandle:
-    """A topic to look at: its settings, its offsets and its messages. Reading here moves no checkpoint."""
+    """A handle of a topic: its settings, its offsets and its messages. Reading here moves no checkpoint."""
 
     def __init__(self, log: TopicLog, parts: HubParts, hub: object) -> None:
         self.hub = hub
@@ -46,7 +46,7 @@ class TopicHandle:
         return self.log.keeps_unread
 
     def start(self, partition: int) -> int:
-        """The first offset that is still there."""
+        """The first offset that retention has not removed."""
         return self.log.start(self._partition(partition))
 
     def end(self, partition: int) -> int:
@@ -58,7 +58,8 @@ class TopicHandle:
         return self.log.bounds([self._partition(number) for number in partitions])
 
     def offset_at(self, partition: int, timestamp: int) -> int:
-        """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
+        """The first offset whose message has that time or a later one, in microseconds since 1970; the end if there is
+        none."""
         timestamp = arguments.whole(InvalidRecord, "timestamp", timestamp, -(1 << 63), (1 << 63) - 1)
         return self.log.offset_at(self._partition(partition), timestamp)
 
@@ -75,10 +76,11 @@ class TopicHandle:
         return self.log.batches(partition, start, None if end is None else self._offset("end", end))
 
     def retain(self) -> dict[int, int]:
-        """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
+        """Remove now what the topic's retention allows. Returns the new starts of the partitions that have changed.
 
-        The hub's janitor does it by itself: see `pxrs.upkeep`. Of a topic with `keep_unread`: raises WrongRegistry if
-        this process has another registry than the hub, RetentionPostponed if it is not known which one the hub has."""
+        The hub's janitor does this automatically: see `pxrs.upkeep`. For a topic with `keep_unread`: raises
+        WrongRegistry if this process has another registry than the hub, RetentionPostponed if it is not known which one
+        the hub has."""
         moved = retention.retain(self._parts, self.log)
         if moved:
             self._parts.events.audit("retain", topic=self.name, starts=moved)
@@ -89,10 +91,11 @@ class TopicHandle:
         return retention.problem_of(self._parts, self.log)
 
     def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
-        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
+        """Wait until any of these partitions has messages from its offset on. Returns those that have; none after the
+        timeout."""
         if not isinstance(positions, Mapping):
             raise InvalidRecord(
-                f"positions is {arguments.shown(positions)}: give offsets by partition, such as {{0: 120}}"
+                f"positions must be offsets by partition, such as {{0: 120}}, not {arguments.shown(positions)}"
             )
         places = {self._partition(number): self._offset("offset", offset) for number, offset in positions.items()}
         limit = None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout)
@@ -109,7 +112,7 @@ class TopicHandle:
     def to_arrow(self, partition: int | None = None, start: int | None = None, end: int | None = None) -> pa.Table:
         """The messages as a table: partition, offset, key, value, timestamp, headers.
 
-        start, end: offsets, in each partition; by default all that is there when this is called.
+        start, end: offsets, in each partition; by default all messages that exist when this is called.
         """
         numbers = range(self.partitions) if partition is None else (self._partition(partition),)
         start = None if start is None else self._offset("start", start)

@@ -356,7 +356,7 @@ class BackgroundThread:
             try:
                 self._step()
             except Exception:
-                _logger.exception("%s failed; it goes on in %g s", self._name, FAILED_PAUSE_S)
+                _logger.exception("%s failed and continues in %g s", self._name, FAILED_PAUSE_S)
                 with self._changed:
                     if not self._is_closed:
                         self._changed.wait(FAILED_PAUSE_S)

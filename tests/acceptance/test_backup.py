@@ -84,7 +84,7 @@ def test_a_backup_of_another_hub_is_not_overwritten(tmp_path: Path) -> None:
         back_up(hub, tmp_path / "b")
         with pytest.raises(BackupError, match="another hub"):
             back_up(other, tmp_path / "b")
-        with pytest.raises(InvalidUrl, match="lie in each other"):
+        with pytest.raises(InvalidUrl, match="overlap"):
             back_up(hub, tmp_path / "hub" / "b")
 
 
@@ -139,7 +139,7 @@ def test_a_restoration_that_fails_leaves_no_topics_and_says_what_to_remove(
     monkeypatch.setattr(registry, "commit", full)
     with pytest.raises(StorageFull) as raised:
         restore(tmp_path / "b", read_manifest(tmp_path / "b"), tmp_path / "new", registry, "x", lambda progress: None)
-    assert "remove what is there" in raised.value.__notes__[0]
+    assert "empty both" in raised.value.__notes__[0]
     with pxrs.open(tmp_path / "new", "memory:") as copy:
         assert copy.topics() == []
 
@@ -314,7 +314,7 @@ def test_the_commands_back_up_verify_and_restore_into_another_kind_of_registry(c
     refused = command("restore", tmp_path / "b", "--at", tmp_path / "new", "--registry", store)
     assert (refused.code, "(RestoreRefused)" in refused.errors) == (1, True)
     inside = command("restore", tmp_path / "b", "--at", tmp_path / "b" / "new")
-    assert (inside.code, "lie in each other" in inside.errors, (tmp_path / "b" / "new").exists()) == (1, True, False)
+    assert (inside.code, "overlap" in inside.errors, (tmp_path / "b" / "new").exists()) == (1, True, False)
     nothing = command("restore", tmp_path / "hub", "--at", tmp_path / "none")
     assert (nothing.code, "(BackupIncomplete)" in nothing.errors) == (1, True)
 

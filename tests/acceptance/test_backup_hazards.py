@@ -264,7 +264,7 @@ def test_a_disk_without_room_fails_a_backup_and_a_restoration_and_both_say_where
         with files_up_to(3_000), pytest.raises(BackupError, match=r"backed up to .*run the backup again"):
             back_up(hub, tmp_path / "b")
         back_up(hub, tmp_path / "b")
-    with files_up_to(3_000), pytest.raises(BackupError, match=r"restored to .*remove what is there"):
+    with files_up_to(3_000), pytest.raises(BackupError, match=r"restored to .*empty both"):
         restored(tmp_path / "b", tmp_path / "new")
     with pytest.raises(RestoreRefused):
         restored(tmp_path / "b", tmp_path / "new")

@@ -220,7 +220,7 @@ def test_an_error_in_a_pipe_is_one_line_however_long(data: Path) -> None:
     result = run(data, "tail", name)
     assert result.returncode == 1
     (told,) = result.stderr.decode().splitlines()
-    assert told.startswith(f"no topic '{name}'; there are t; ")
+    assert told.startswith(f"no topic '{name}'; existing: t; ")
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a directory", "a file"])

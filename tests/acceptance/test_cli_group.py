@@ -217,8 +217,8 @@ def test_a_reset_that_cannot_be_understood_is_a_usage_error(group: Path, argumen
         (("reset", "billing", "--to", "6", "--yes"), "orders/0: offset 6 is beyond the end, 5"),
         (("reset", "billing", "--to", "latest", "--topic", "x", "--yes"), "no topic 'x'"),
         (("import-checkpoint", "new", "3", "--topic", "x"), "no topic 'x'"),
-        (("retry", "billing", "orders", "0"), "group billing has not paused partition 0 of orders"),
-        (("skip", "billing", "orders", "0"), "group billing has not paused partition 0 of orders"),
+        (("retry", "billing", "orders", "0"), "group billing: partition 0 of orders is not paused"),
+        (("skip", "billing", "orders", "0"), "group billing: partition 0 of orders is not paused"),
     ],
 )
 def test_an_error_is_one_line(group: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -156,7 +156,7 @@ def test_options_that_do_not_go_together_are_named(call: Call, arguments: tuple[
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("describe", "nope"), "no queue 'nope'; there are jobs, mail, strict; create it"),
+        (("describe", "nope"), "no queue 'nope'; existing: jobs, mail, strict; create it"),
         (("depth", "nope"), "no queue 'nope'"),
         (("put", "nope", "x"), "no queue 'nope'"),
         (("take", "nope"), "no queue 'nope'"),
@@ -165,11 +165,11 @@ def test_options_that_do_not_go_together_are_named(call: Call, arguments: tuple[
         (("dead", "list", "nope"), "no queue 'nope'"),
         (("dead", "retry", "nope"), "no queue 'nope'"),
         (("dead", "purge", "nope", "--yes"), "no queue 'nope'"),
-        (("create", "jobs"), "there is a queue 'jobs' already"),
+        (("create", "jobs"), "queue 'jobs' already exists"),
         (("create", "a/b"), "queue name 'a/b'"),
-        (("create", "new", "--policy", "consume-times", "--times", "0"), "ConsumeTimes: times is 0"),
+        (("create", "new", "--policy", "consume-times", "--times", "0"), "ConsumeTimes: times must be a whole number from 1"),
         (("put", "jobs", "x", "--delay", "-1"), "value 1: delay is -1.0"),
-        (("put", "strict", "x", "--priority", "1"), "value 1: queue strict is strictly first in"),
+        (("put", "strict", "x", "--priority", "1"), "value 1: queue strict is a FIFO queue"),
         (("list", "--at", "typo"), "there is no directory typo"),
         (("put", "jobs", "x", "--at", "typo"), "there is no directory typo"),
     ],

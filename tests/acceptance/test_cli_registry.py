@@ -79,7 +79,7 @@ def start(data: str, registry: str) -> int:
 def test_send_without_the_hubs_registry_removes_nothing_and_says_so(data: str, tmp_path: Path) -> None:
     sent = run("send", "t", "--at", data, stdin="x\n")
     assert (sent.returncode, sent.stdout) == (0, "sent 1 message to t\n")
-    assert "retention of t is held up" in sent.stderr
+    assert "retention of t is blocked" in sent.stderr
     assert "pxrs registry adopt" in sent.stderr
     assert start(data, registry_of(tmp_path)) == 0
     described = json.loads(run("topic", "describe", "t", "--at", data, "--json").stdout)
@@ -91,7 +91,7 @@ def test_send_with_the_hubs_registry_removes_what_is_read(data: str, tmp_path: P
     own, wrong = registry_of(tmp_path), f"sqlite:///{tmp_path}/wrong.db"
     described = run("topic", "describe", "t", "--at", data, "--json", registry=own)
     assert json.loads(described.stdout)["retention_problem"] is None
-    assert "held up" in run("send", "t", "--at", data, "--registry", wrong, registry=own, stdin="x\n").stderr
+    assert "is blocked" in run("send", "t", "--at", data, "--registry", wrong, registry=own, stdin="x\n").stderr
     assert start(data, own) == 0, "what the option says wins over the environment"
     sent = run("send", "t", "--at", data, registry=own, stdin="x\n")
     assert (sent.returncode, sent.stderr) == (0, "")

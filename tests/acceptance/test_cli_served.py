@@ -75,7 +75,7 @@ def test_topics_and_messages(done: Callable[..., str], call: Call, at: str, hub:
     assert done("topic", "create", "orders", "--partitions", "2") == "made orders with 2 partitions\n"
     assert "is there already" in done("topic", "create", "orders", "--partitions", "2", "--exist-ok")
     differs = call("topic", "create", "orders", "--partitions", "3", "--exist-ok")
-    assert (differs.code, "partitions is 2, and 3 was asked for (TopicDiffers)" in differs.errors) == (1, True)
+    assert (differs.code, "partitions is 2, but 3 was requested (TopicDiffers)" in differs.errors) == (1, True)
     lines = '{"k":"ann","v":1}\n{"k":"bob","v":2}\n'
     assert done("send", "orders", "--key", "k", stdin=lines) == "sent 2 messages to orders\n"
     assert sorted(json.loads(line)["key"] for line in done("tail", "orders", "--json").splitlines()) == ["ann", "bob"]
@@ -154,7 +154,7 @@ def test_the_registry_behind_the_server_is_shown(done: Callable[..., str], at: s
     [
         (("upkeep", "--once"), "run `pxrs upkeep` on the server's host, with the hub's directory"),
         (("upkeep",), "run `pxrs upkeep` on the server's host, with the hub's directory"),
-        (("registry", "adopt"), "run `pxrs registry adopt` with the hub's directory, where it is"),
+        (("registry", "adopt"), "run `pxrs registry adopt` with the hub's directory on the server's machine"),
     ],
     ids=["upkeep --once", "upkeep", "registry adopt"],
 )
@@ -197,7 +197,7 @@ def test_a_log_is_checked_where_its_files_are(call: Call, at: str) -> None:
 def test_a_registry_beside_a_server_is_refused(call: Call, at: str, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     found = call(*arguments, "--at", at, "--registry", f"sqlite:///{tmp_path}/none.db")
     assert found.code == (EXIT_FINAL if arguments[0] == "worker" else EXIT_FAILED)
-    assert "the server has the registry of its hub: give none" in found.errors
+    assert "the server provides the registry of its hub: do not pass one" in found.errors
     assert not (tmp_path / "none.db").exists()
 
 
@@ -239,8 +239,8 @@ def test_a_token_that_is_missing_or_wrong_is_one_line_that_says_how_to_give_one(
         found = call("topic", "list", "--at", at)
         assert found.code == 1
         assert at in found.errors
-        given = "neither is given" if token is None else "PXRS_TOKEN is set"
-        assert f"Clients take it from PXRS_TOKEN or ?token_file=FILE in the address; {given}" in found.errors
+        given = "neither is set" if token is None else "PXRS_TOKEN is set"
+        assert f"A client reads its token from PXRS_TOKEN or ?token_file=FILE in the address; {given}" in found.errors
         assert found.errors.endswith("(Unauthenticated)")
         assert secret not in found.errors
         assert "pxrs_wrong" not in found.errors
@@ -311,7 +311,7 @@ def test_ping_over_tls(call: Call, hub: Hub, tmp_path: Path) -> None:
         (plain,) = call("ping", "--at", f"{at}?ca_file={ours.ca}&{own}", "--json").rows()
         assert (plain["tls"], plain["access"]) == (True, "granted")
         without = call("ping", "--at", f"{at}?ca_file={ours.ca}")
-        assert (without.code, "needs a certificate of the client" in without.errors) == (1, True)
+        assert (without.code, "requires a client certificate" in without.errors) == (1, True)
 
 
 def test_an_error_of_tls_is_one_line_and_nothing_of_grpcs_own(hub: Hub, tmp_path: Path) -> None:

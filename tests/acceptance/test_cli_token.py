@@ -74,7 +74,7 @@ def test_list_and_revoke_for_people_and_for_machines(auth: Path) -> None:
         (("create", "--name", "x", "--allow", "hub=read", "--expires", "tomorrow"), 2, "90m, 12h or 30d"),
         (("create", "--name", "x", "--allow", "hub=read", "--expires", "0d"), 2, "90m, 12h or 30d"),
         (("create", "--name", "x", "--allow", "hub=read", "--certificate", "x"), 1, "CN=NAME or SAN=NAME"),
-        (("list",), 1, "make it with `pxrs token create`"),
+        (("list",), 1, "create it with `pxrs token create`"),
         (("revoke", "x"), 1, "No such file or directory"),
     ],
 )

@@ -105,7 +105,7 @@ def test_commands_in_the_documents_run_twice_in_one_folder(tmp_path: Path, monke
 def test_the_readme_shows_the_refusal_it_talks_of(capsys: pytest.CaptureFixture[str]) -> None:
     place, code = next(block for block in blocks() if block[0].startswith("README") and "Conflict" in block[1])
     run(compiled(place, code))
-    assert capsys.readouterr().out == "not as expected: owners/7; nothing was written\n"
+    assert capsys.readouterr().out == "not in the expected version: owners/7; nothing was written\n"
 
 
 def test_make_targets_that_the_documents_name_exist() -> None:

@@ -60,4 +60,4 @@ def test_an_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
     command = [sys.executable, found[1], str(tmp_path)]
     run = sessions.run(command, PATIENCE_S, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("298 orders are charged, each once, though a worker died; 2 were given up:\n")
+    assert run.stdout.startswith("298 orders were charged once each, although a worker died; 2 are dead letters:\n")

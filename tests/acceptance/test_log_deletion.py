@@ -257,7 +257,7 @@ def test_who_holds_a_topic_that_was_made_again_is_told_so_and_what_to_do(kind: s
         lambda: wait_for_messages(old, {0: 0}, 0),
         lambda: old.read(0, 0),
     ):
-        with pytest.raises(TopicDeleted, match=r"deleted and made again.*open it again") as error:
+        with pytest.raises(TopicDeleted, match=r"deleted and created again.*open it again") as error:
             act()
         assert (error.value.topic, error.value.id, error.value.is_made_again) == ("t", old.id, True)
         assert "create" not in str(error.value)

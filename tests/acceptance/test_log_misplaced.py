@@ -197,7 +197,7 @@ def test_an_index_of_another_partition_is_made_again(
                 assert batch.base_offset == offset
                 assert batch.records.column("value")[0].as_py().startswith(b"%d-%d-" % (partition, offset))
                 assert opened(tmp_path).offset_at(partition, offset) == offset
-    assert "made again" in caplog.text
+    assert "is rebuilt" in caplog.text
     assert findings(tmp_path) == []
     if is_named:
         assert [index.read_bytes() for index in indexes] == before
@@ -214,7 +214,7 @@ def test_l4_a_state_of_producers_of_another_partition_is_found_again_in_the_segm
     for number, count in COUNTS.items():
         assert offsets_of(late.append([append(number, count - 1)])) == [count - 1], "a retry is stored once"
         assert offsets_of(late.append([append(number, count)])) == [count]
-    assert "found again in the segments" in caplog.text
+    assert "rebuilt from the segments" in caplog.text
 
 
 def test_os_a_reservation_of_another_partition_is_refused_before_anything_is_cut(

@@ -195,7 +195,7 @@ def test_the_command_shows_the_plan_first_and_does_it_only_if_told_to(pxrs: Call
     flip(path, positions(path)[1] + 300)
     before = all_bytes(tmp_path)
     asked = pxrs("check", tmp_path, "--repair").unwrapped()
-    assert (asked.code, "plan: go on in" in asked.out, "--yes" in asked.errors) == (2, True, True)
+    assert (asked.code, "plan: continue in" in asked.out, "--yes" in asked.errors) == (2, True, True)
     assert all_bytes(tmp_path) == before
     planned, performed, summary = pxrs("check", tmp_path, "--repair", "--yes", "--json").rows()
     assert (planned["lost_offsets"], planned["done"], summary["findings"]) == (1, None, 0)

@@ -96,7 +96,7 @@ def test_f5_a_missing_first_segment_is_damage_and_no_retention(
     with pxrs.open(tmp_path) as hub:
         topic = hub.topic("t")
         for act in (lambda: topic.read(0, 0), lambda: topic.read(0, first - 1), topic.to_arrow):
-            with pytest.raises(DamagedFrame, match=f"the first offset that is there is {first}$") as error:
+            with pytest.raises(DamagedFrame, match=f"the first existing offset is {first}$") as error:
                 act()
             assert error.value.file == missing
         assert topic.to_arrow(start=first).num_rows == ROWS - first, "the rest can be read"

@@ -101,17 +101,6 @@ def test_the_page_of_the_server_runs(tmp_path: Path) -> None:
         reader.close()
 
 
-def test_the_commands_of_the_server_in_the_readme_run(tmp_path: Path) -> None:
-    text = (PAGE.parents[1] / "README.md").read_text()
-    (block,) = re.findall(r"^```console\n((?:\$ .*\n)*\$ pxrs serve .*\n(?:\$ .*\n)*)```", text, re.MULTILINE)
-    reader = Reader(tmp_path)
-    (tmp_path / "data").mkdir()
-    try:
-        reader.do("sh", block.replace("$ ", ""))
-    finally:
-        reader.close()
-
-
 # Its tables.
 
 

@@ -317,7 +317,7 @@ def test_a_copy_that_was_stopped_before_its_commit_changes_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(registry, "commit", late)
-        with pytest.raises(CopyFailed, match="another process copies orders into copy"):
+        with pytest.raises(CopyFailed, match="another process is copying orders into copy"):
             source.copy_topic("orders", "copy", to=target)
     fill(source, first=MESSAGES, count=20)
     assert source.copy_topic("orders", "copy", to=target).messages == 20
@@ -351,7 +351,7 @@ def test_a_part_is_copied_by_offsets_and_by_times(hubs: tuple[pxrs.Hub, pxrs.Hub
     assert rows(target, "offsets") == [part[10:20] for part in rows(source, "orders")]
     source.copy_topic("orders", "offsets", to=target, start=10, end=25)
     assert rows(target, "offsets") == [part[10:25] for part in rows(source, "orders")]
-    with pytest.raises(InvalidArgument, match="has begun at offset 10"):
+    with pytest.raises(InvalidArgument, match="began at offset 10"):
         source.copy_topic("orders", "offsets", to=target, start=0)
     with pytest.raises(InvalidArgument, match="time zone"):
         source.copy_topic("orders", "offsets", to=target, end=datetime(2026, 1, 1))
@@ -364,7 +364,7 @@ def test_what_would_double_or_lose_messages_is_refused(hubs: tuple[pxrs.Hub, pxr
     with pytest.raises(InvalidTopic, match="begin with '_'"):
         source.copy_topic("orders", "_events")
     target.create_topic("copy", partitions=2)
-    with pytest.raises(InvalidTopic, match="2 partitions, and not 4"):
+    with pytest.raises(InvalidTopic, match="2 partitions, not 4"):
         source.copy_topic("orders", "copy", to=target, partitions=4)
     with target.producer("copy") as out:
         out.send(b"there before")

@@ -82,7 +82,7 @@ def test_a_source_that_ends_before_what_was_copied_is_no_success(source: Path, t
 def test_a_source_with_other_messages_is_refused_although_it_is_long_enough(source: Path, target: Hub) -> None:
     with opened(source.parent / "older") as older:
         send(older, 10, 30, "other")
-        with pytest.raises(CopyFailed, match=f"orders/0 has another message at offset 19: {OLD}"):
+        with pytest.raises(CopyFailed, match=f"orders/0 has a different message at offset 19: {OLD}"):
             older.copy_topic("orders", "copy", to=target)
     assert sum(values(target, "copy").values()) == 20
 
@@ -135,7 +135,7 @@ def test_a_source_that_loses_its_end_during_the_copy_ends_the_copy(
             return [] if offset >= 30 else read(partition, offset, *arguments)
 
         monkeypatch.setattr(log, "read", shorter)
-        with pytest.raises(CopyFailed, match=f"orders/0 ends at offset 30, and has ended at 40: {OLD}"):
+        with pytest.raises(CopyFailed, match=f"orders/0 ends at offset 30, but ended at 40: {OLD}"):
             hub.copy_topic("orders", "copy", to=target)
 
 
@@ -199,7 +199,7 @@ def test_a_target_that_is_older_than_the_record_is_noticed_by_its_end(
                 hub.copy_topic("orders", "copy", to=target)
         with (
             pxrs.open(tmp_path / "older target", registry, upkeep=False) as target,
-            pytest.raises(CopyFailed, match="copy/0 ends at offset 10, and has ended at"),
+            pytest.raises(CopyFailed, match="copy/0 ends at offset 10, but ended at"),
         ):
             hub.copy_topic("orders", "copy", to=target)
 

@@ -310,7 +310,7 @@ def test_a_handler_that_cannot_be_used_is_told_at_once_and_nothing_starts(shop: 
         ("untidy:handle", "untidy.py, line 1)"),
         ("leaving:handle", "SystemExit: 7"),
         ("shop_:nothing", "there is no 'nothing' in"),
-        ("shop_:answer", "is int, and not a function"),
+        ("shop_:answer", "is of type int, but must be a function"),
         ("shop_:asynchronous", "neither async nor a generator"),
         ("shop_:two", "cannot be called with one message"),
     ],

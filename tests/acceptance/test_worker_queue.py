@@ -258,7 +258,7 @@ def test_a_worker_outlives_an_outage_of_the_registry(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("one", "shop_.*cannot be called with a transaction and an item"),
-        ("answer", "is int, and not a function of a transaction and an item"),
+        ("answer", "is of type int, but must be a function of a transaction and an item"),
     ],
 )
 def test_what_is_wrong_with_a_handler_is_said(

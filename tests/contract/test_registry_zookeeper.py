@@ -368,5 +368,5 @@ def test_a_snapshot_that_needs_several_requests_is_exact_or_refused(
         return asked(reader, parts)
 
     monkeypatch.setattr(snapshot.SnapshotReader, "_ask", disturbed)
-    with pytest.raises(RegistryUnavailable, match="while the programs are stopped"):
+    with pytest.raises(RegistryUnavailable, match="stop the programs that use them"):
         registry.snapshot()

@@ -72,6 +72,6 @@ def test_folders_above_a_query_are_synced_once_and_again_if_its_folder_was_made_
 
 def test_a_file_of_a_task_that_failed_is_removed(tmp_path: Path) -> None:
     staging = DirectoryStaging(str(tmp_path))
-    with pytest.raises(InvalidRecord, match=r"partition 3, and the topic orders has partitions 0 to 2.*drop"):
+    with pytest.raises(InvalidRecord, match=r"partition 3, but the topic orders has partitions 0 to 2.*drop"):
         staging.stage(TOPIC, "q", 0, 0, [rows(*[b"v"] * 6000), rows(b"v", partition=3)])
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

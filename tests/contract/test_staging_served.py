@@ -252,11 +252,11 @@ def test_a_stream_that_does_not_say_its_rows_or_sends_bad_ones_leaves_nothing(
     file = place.create(TOPIC, "q", 0, 0)
     file.add(good)
     monkeypatch.setattr(file, "_rows", 2)
-    with pytest.raises(InvalidRecord, match="1 rows have come of a staged file that has 2"):
+    with pytest.raises(InvalidRecord, match="received 1 rows of a staged file that has 2"):
         file.finish()
     assert files_in(hub) == []
 
 
 def test_a_hub_in_memory_has_no_place_to_stage() -> None:
-    with pxrs.open("memory:") as hub, serving(hub) as url, pytest.raises(InvalidArgument, match="not in a directory"):
+    with pxrs.open("memory:") as hub, serving(hub) as url, pytest.raises(InvalidArgument, match="only hubs in"):
         ServedStaging(url).check_writable()

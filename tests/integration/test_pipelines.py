@@ -242,7 +242,7 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
     assert shop.archived() == archived
     reasons = [(value, headers["pxrs-reason"], headers["trace"]) for value, headers in shop.dead()]
     assert sorted(reasons) == [
-        (order("bob", '"many"', "10:15"), "amount is no decimal(12,2)", "7"),
+        (order("bob", '"many"', "10:15"), "amount is not of type decimal(12,2)", "7"),
         (order("eve", "-1", "10:20"), "amount is not positive", "7"),
         (b"\xff\xfe", "it is not UTF-8", "7"),
     ]
@@ -323,17 +323,17 @@ def test_s4_bad_rows_state_and_failures_are_told_for_what_they_are(java: Java) -
         ['{"a": "x", "n": 1} {}', "it is not one JSON document"],
         ['{"a": "x", "n": 1}] [', "it is not one JSON document"],
         ['{"a": "x", "n": 1}} {', "it is not one JSON document"],
-        ["[]", "it is no JSON object"],
-        ["null", "it is no JSON object"],
+        ["[]", "it is not a JSON object"],
+        ["null", "it is not a JSON object"],
         ["{}", "a is missing"],
         ['{"a": null, "n": 1}', "a is missing"],
-        ['{"a": "x", "n": 1.5}', "n is no int"],
-        ['{"a": "x", "n": 99999999999}', "n is no int"],
+        ['{"a": "x", "n": 1.5}', "n is not of type int"],
+        ['{"a": "x", "n": 99999999999}', "n is not of type int"],
         ['{"a": "x", "o": {"p": "q"}}', "it does not fit the schema"],
         ['{"a": "x", "o": {}}', "o.p is missing"],
         ["{'a': 'x'}", "it is not one JSON document"],
-        ['{"a": "x", "d": 1e400}', "d is no double"],
-        ['{"a": "x", "d": "NaN"}', "d is no double"],
+        ['{"a": "x", "d": 1e400}', "d is not of type double"],
+        ['{"a": "x", "d": "NaN"}', "d is not of type double"],
         ["latin: \ufffd", "it is not UTF-8"],
         [None, "it has no value"],
     ]
@@ -356,8 +356,8 @@ def test_s4_bad_rows_state_and_failures_are_told_for_what_they_are(java: Java) -
         "a batch": [],
     }
     assert (
-        refused == "counts: it keeps state (an aggregation) and was to share its group: partitions move to other "
-        "members, and their state would stay. Give it a group of its own"
+        refused == "counts: it keeps state (an aggregation) and cannot share its group: when partitions move to other "
+        "members, their state would not move with them. Give it a group of its own"
     )
     assert lost.startswith("archive: a stream has written batches into files, up to 9, that the checkpoint location")
     assert history_refused.startswith("archive: a stream writes into files, and Spark sees only the files that its")

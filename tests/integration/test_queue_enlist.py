@@ -502,7 +502,7 @@ class TestRefusals:
         for engine in (other.engine, nowhere):
             with engine.begin() as db:
                 db.execute(text("CREATE TABLE mine (id TEXT)"))
-                self.refused(place, db, "does not lead to the tables")
+                self.refused(place, db, "does not access the tables")
             with engine.begin() as db:
                 assert db.execute(text("SELECT count(*) FROM mine")).scalar() == 0
                 db.execute(text("DROP TABLE mine"))
@@ -528,14 +528,14 @@ class TestRefusals:
                 insert = "INSERT INTO pxrs_entry VALUES (:namespace, :key, :value, :version, :lease)"
                 db.execute(text(insert), rows)
         with copy.connect() as db:
-            self.refused(place, db, "does not lead to the tables")
+            self.refused(place, db, "does not access the tables")
 
     def test_another_schema_is_refused(self, postgresql: Place) -> None:
         with postgresql.engine.connect() as db:
             db.execute(text("CREATE SCHEMA other"))
             db.execute(text("CREATE TABLE other.pxrs_entry (LIKE pxrs_entry)"))
             db.execute(text("SET LOCAL search_path = other, public"))
-            self.refused(postgresql, db, "does not lead to the tables")
+            self.refused(postgresql, db, "does not access the tables")
 
     def test_z10_another_kind_of_database_is_refused(self, place: Place, sqlite: Place, postgresql: Place) -> None:
         other = postgresql if place.is_sqlite else sqlite
@@ -546,7 +546,7 @@ class TestRefusals:
         for url in ("memory:", tmp_path / "files"):
             with pxrs.open(url) as hub, sqlite.engine.connect() as db:
                 queue = hub.create_queue("q")
-                with pytest.raises(InvalidItem, match="no PostgreSQL or SQLite"):
+                with pytest.raises(InvalidItem, match="not a PostgreSQL or SQLite"):
                     queue.put("a", connection=db)
                 assert queue.depth() == Depth(0, 0, 0, 0)
 
@@ -567,7 +567,7 @@ class TestRefusals:
 
         with place.engine.connect() as db, Session(place.engine) as session:
             for other in (AsyncConnection(), session, place.engine, "text"):
-                self.refused(place, other, "no SQLAlchemy Connection")
+                self.refused(place, other, "not a SQLAlchemy Connection")
         self.refused(place, db, "closed")
 
     def test_two_phases_are_refused(self, postgresql: Place) -> None:

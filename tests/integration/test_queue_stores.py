@@ -115,7 +115,7 @@ def test_z8_the_limits_of_the_store_are_told_before_it_refuses(place: Place) -> 
     hub = place.open()
     queue = hub.create_queue("q", ConsumeTimes(1))
     limits = hub.registry.limits
-    with pytest.raises(InvalidItem, match="is the most that this store takes"):
+    with pytest.raises(InvalidItem, match="the limit of this store is"):
         queue.put(b"x" * limits.value_bytes_max)
     with pytest.raises(InvalidItem) as caught:
         queue.put(b"x" * limits.value_bytes_max)

@@ -187,7 +187,7 @@ def test_why_a_server_does_not_serve_is_told_and_mended(kind: Kind, server: Serv
     server.restore()
     assert server.fault() is None
     server.kill()
-    assert f"has ended with code -9:\n{server.log_tail()}" in (server.fault() or "")
+    assert f"exited with code -9:\n{server.log_tail()}" in (server.fault() or "")
     server.restore()
     assert server.fault() is None
     kind.put(server, b"after all that")

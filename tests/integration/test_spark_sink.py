@@ -156,7 +156,7 @@ def test_k4_a_shared_group_is_refused_to_a_query_with_state_wherever_it_keeps_it
 def test_k4_a_shared_group_is_refused_where_nobody_knows_whether_there_is_state(hub: Hub) -> None:
     announce_shared(hub, 0)
     for where in ({}, {"given": "s3a://bucket/checkpoint"}, {"locations": "/nowhere"}):
-        with pytest.raises(InvalidOption, match="shareGroup: whether the query keeps state is not known"):
+        with pytest.raises(InvalidOption, match="shareGroup: it is unknown whether the query keeps state"):
             commit(hub, 0, **where)
     assert hub.topic("out").end(0) == 0
 
@@ -234,7 +234,7 @@ def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
     )
     for _ in range(2):
         with pytest.raises(
-            BatchRefused, match=r"the topic out was deleted and made again while rows for it .*Start the query again"
+            BatchRefused, match=r"the topic out was deleted and created again while rows for it .*Start the query again"
         ):
             sink.commit([message_of(sink.stager.topic, staged)], 1)
     assert hub.topic("out").end(0) == 0

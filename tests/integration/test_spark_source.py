@@ -158,8 +158,8 @@ def test_s1_a_batch_and_a_stream_bring_the_columns_that_are_asked_for(spark: Any
             {"startingOffsets": '{"0": 1}'},
             "option startingOffsets: it lacks partitions 1 to 3 of in: name",
         ),
-        ({"topic": "missing"}, "no topic 'missing'; there are in, out"),
-        ({"columns": "key,values"}, "option columns: 'values' is no column; give some of key, value, topic, partition"),
+        ({"topic": "missing"}, "no topic 'missing'; existing: in, out"),
+        ({"columns": "key,values"}, "option columns: 'values' is not a column; give some of key, value, topic"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(spark: Any, hub: Hub, options: dict[str, str], says: str) -> None:
@@ -178,7 +178,7 @@ def test_a_schema_of_the_users_own_is_accepted_only_if_it_is_that_of_the_topic(s
     with pytest.raises(PySparkException) as caught:
         reads(spark, hub).schema("key BINARY, value STRING").load().count()
     assert "option schema: the columns that are read are key BINARY, value BINARY, partition INT" in str(caught.value)
-    assert "the schema that was given is key BINARY, value STRING" in str(caught.value)
+    assert "but the schema is key BINARY, value STRING" in str(caught.value)
 
 
 @pytest.mark.parametrize("columns", ["", "(key BINARY, value BINARY)"])
@@ -194,7 +194,7 @@ def test_a_table_says_that_only_a_view_works_and_the_view_works(spark: Any, hub:
     try:
         with pytest.raises(PySparkException) as caught:
             select_from_table()
-        assert "use a temporary view, to which Spark passes them: CREATE TEMPORARY VIEW orders" in str(caught.value)
+        assert "use a temporary view, whose options it does pass: CREATE TEMPORARY VIEW orders" in str(caught.value)
         spark.sql(f"CREATE TEMPORARY VIEW topic_view {given}")
         assert spark.sql("SELECT count(*) FROM topic_view WHERE partition >= 0").first()[0] == N
     finally:
@@ -268,7 +268,7 @@ def test_s3_a_write_appends_all_or_nothing(spark: Any, hub: Hub) -> None:
             "pxrs"
         ).options(url=hub.url, topic="out").mode("append").save()
     assert len(values(hub, "out")) == N
-    with pytest.raises(PySparkException, match="there must be value"):
+    with pytest.raises(PySparkException, match="value is required"):
         frame.select("key").write.format("pxrs").options(url=hub.url, topic="out").mode("append").save()
     with pytest.raises(PySparkException, match="mode"):
         frame.write.format("pxrs").options(url=hub.url, topic="out").mode("overwrite").save()
@@ -335,7 +335,7 @@ def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any,
         assert {p.owner_name for p in described.partitions} == {described.members[0].name}
         second = streams(spark, hub, leaseTtl="0.5").writeStream.format("noop")
         other = second.option("checkpointLocation", str(tmp_path / "d")).start()
-        with pytest.raises(pyspark.errors.StreamingQueryException, match=r"belongs to .* alone"):
+        with pytest.raises(pyspark.errors.StreamingQueryException, match=r"is used exclusively by "):
             other.awaitTermination(60)
     finally:
         query.stop()

@@ -89,7 +89,7 @@ def test_rows_of_the_source_are_written_as_they_are_and_name_their_topics(spark:
     assert values(hub, "out") == sorted([*range(30), *range(10, 30)])
     write(routed.limit(1), hub, topic="out")  # the option takes precedence over the column, as in Kafka's sink
     assert len(values(hub, "out")) == 51
-    with pytest.raises(Exception, match=r"partition 1, and the topic more has partitions 0 to 0.*df\.drop"):
+    with pytest.raises(Exception, match=r"partition 1, but the topic more has partitions 0 to 0.*df\.drop"):
         write(rows, hub, topic="more")
     with pytest.raises(Exception, match=r"no topic 'nowhere'.*pxrs topic create"):
         write(rows.drop("partition").selectExpr("*", "IF(offset = 7, 'nowhere', 'out') AS topic"), hub)
@@ -166,7 +166,7 @@ def test_k1_changed_rows_are_sent_in_mode_update_each_change_once(spark: Any, hu
             counts("plain").writeStream.format("pxrs").options(url=hub.url, topic="more").outputMode("update"),
             tmp_path / "plain",
         )
-    with pytest.raises(Exception, match="value is bigint, and must be binary or string: use CAST"):
+    with pytest.raises(Exception, match="value is bigint, but must be binary or string: use CAST"):
         write(spark.range(3).selectExpr("id AS value"), hub, topic="out")
 
 
@@ -186,20 +186,20 @@ HEADER = StructType().add("key", StringType()).add("value", BinaryType())
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
-        ({"value": IntegerType()}, "value is int, and must be binary or string: use CAST(value AS STRING) AS value"),
+        ({"value": IntegerType()}, "value is int, but must be binary or string: use CAST(value AS STRING) AS value"),
         (
             {"value": HEADER},
-            "value is struct<key:string,value:binary>, and must be binary or string: use to_json(value)",
+            "value is struct<key:string,value:binary>, but must be binary or string: use to_json(value)",
         ),
-        ({"value": BinaryType(), "key": DoubleType()}, "key is double, and must be binary or string"),
+        ({"value": BinaryType(), "key": DoubleType()}, "key is double, but must be binary or string"),
         ({"value": BinaryType(), "timestamp": TimestampNTZType()}, "use CAST(timestamp AS TIMESTAMP) AS timestamp"),
-        ({"value": BinaryType(), "timestamp": LongType()}, "timestamp is bigint, and must be timestamp"),
-        ({"value": BinaryType(), "partition": StringType()}, "partition is string, and must be int: use CAST"),
-        ({"value": BinaryType(), "topic": LongType()}, "topic is bigint, and must be string"),
-        ({"value": BinaryType(), "headers": ArrayType(StringType())}, "headers is array<string>, and must be array<"),
-        ({"value": BinaryType(), "offset": StringType()}, "offset is string, and must be bigint"),
-        ({"value": BinaryType(), "amount": LongType()}, "the columns are value, amount; there must be value"),
-        ({"key": BinaryType()}, "there must be value"),
+        ({"value": BinaryType(), "timestamp": LongType()}, "timestamp is bigint, but must be timestamp"),
+        ({"value": BinaryType(), "partition": StringType()}, "partition is string, but must be int: use CAST"),
+        ({"value": BinaryType(), "topic": LongType()}, "topic is bigint, but must be string"),
+        ({"value": BinaryType(), "headers": ArrayType(StringType())}, "headers is array<string>, but must be array<"),
+        ({"value": BinaryType(), "offset": StringType()}, "offset is string, but must be bigint"),
+        ({"value": BinaryType(), "amount": LongType()}, "the columns are value, amount; value is required"),
+        ({"key": BinaryType()}, "value is required"),
     ],
 )
 def test_a_wrong_column_is_told_by_name_type_and_cast_when_the_write_is_planned(

@@ -222,7 +222,7 @@ def test_a_registry_that_stays_away_ends_the_command_with_what_to_do(place: Plac
     result = place.run_with(it, away, check_nothing)
     assert result.code == EXIT_FAILED
     assert "waited 0.01 s for the" in result.errors
-    assert "nobody answers. See that it runs and can be reached from here" in result.errors
+    assert "nobody answers. Check that it is running and reachable from here" in result.errors
 
 
 @pytest.mark.parametrize("name", ["storage", "broker", "serve", "web"])

@@ -70,7 +70,7 @@ def test_an_installed_package_adds_a_log_and_a_registry() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_a_log_without_a_registry_of_its_own_needs_one_to_be_given() -> None:
-    with pytest.raises(InvalidUrl, match=r"lone:x keeps no registry of its own: give its address as registry="):
+    with pytest.raises(InvalidUrl, match=r"lone:x has no registry of its own: pass the registry's address as registry="):
         pxrs.open("lone:x")
     pxrs.open("lone:x", "memory:").close()
 
@@ -83,7 +83,7 @@ def test_errors_name_the_added_schemes_and_no_package_replaces_one_of_pxrs() -> 
         pxrs.open("kafka://h")
     with pytest.raises(InvalidUrl, match=r"registry: unknown scheme 'kafka'; choose from memory, .*, cupboard"):
         pxrs.open("memory:", "kafka://h")
-    with pytest.raises(InvalidUrl, match=r"cupboard: keeps no messages"):
+    with pytest.raises(InvalidUrl, match=r"cupboard: stores no messages"):
         pxrs.open("cupboard:")
     assert type(open_log("memory:")) is MemoryLog
     assert address.log_schemes() == ["memory", "file", "pxrs", "lone", "shelf"]

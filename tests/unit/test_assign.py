@@ -117,10 +117,10 @@ def raises(members, partitions, before):
 number = 5
 """
 FAULTS = {
-    "one-short": "it assigned 3 partitions, and there are 4",
-    "one-more": "it assigned 5 partitions, and there are 4",
+    "one-short": "it assigned 3 partitions, but there are 4",
+    "one-more": "it assigned 5 partitions, but there are 4",
     "to-nobody": "it assigned partition 3 to None",
-    "to-a-stranger": "it assigned partition 3 to 'mallory', which is no member",
+    "to-a-stranger": "it assigned partition 3 to 'mallory', which is not a member",
     "to-two": "it assigned partition 0 to ",
     "nothing": "it raised TypeError",
     "raises": "it raised KeyError('rack')",
@@ -186,12 +186,12 @@ def test_f7_the_example_package_of_the_documents_works(tmp_path: Path, monkeypat
 def test_f7_an_assignor_that_cannot_be_loaded_is_refused(package: Path) -> None:
     with pytest.raises(InvalidGroup, match=r"assignor 'absent': loading racks_assignors:absent failed: AttributeError"):
         assignor_named("absent")
-    with pytest.raises(InvalidGroup, match=r"assignor 'number': racks_assignors:number is a int, and not a function"):
+    with pytest.raises(InvalidGroup, match=r"assignor 'number': racks_assignors:number is a int, not a function"):
         assignor_named("number")
     with pytest.raises(InvalidGroup, match=r"choose from sticky, range, round-robin, absent, last, .*, to-two, or"):
         assignor_named("best")
     install(package, "shelves", PLUGINS, "last", "sticky")
-    with pytest.raises(InvalidGroup, match=r"packages differ on it: racks_assignors:last, shelves_assignors:last"):
+    with pytest.raises(InvalidGroup, match=r"packages define it differently: racks_assignors:last, shelves_assignors:last"):
         assignor_named("last")
     assert assignor_named("sticky") is sticky, "no package replaces one of pxrs"
 

@@ -293,7 +293,7 @@ def test_an_error_begins_with_what_happened_and_ends_with_its_class(data: str, c
     for arguments, line in (
         (
             ("tail", "nope", *at),
-            "no topic 'nope'; there are orders; create it with create_topic or `pxrs topic create` (UnknownTopic)",
+            "no topic 'nope'; existing: orders; create it with create_topic or `pxrs topic create` (UnknownTopic)",
         ),
         (("group", "describe", "nope", *at), "no group 'nope'; see `pxrs group list` (UnknownGroup)"),
         (

@@ -126,7 +126,7 @@ def test_orders_are_the_same_for_a_seed_and_some_are_bad_in_each_way() -> None:
     assert [*islice(orders.day(), 149)] == DAY[:-1]
     assert {order.flaw for order in DAY} == {
         None,
-        "amount is no decimal(12,2)",
+        "amount is not of type decimal(12,2)",
         "account is missing",
         "it is not one JSON document",
         "it is not UTF-8",

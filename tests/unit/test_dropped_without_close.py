@@ -332,7 +332,7 @@ def test_a_dropped_producer_whose_thread_has_failed_warns_of_the_error(
             out.send(b"x").result(BOUND_S)
         soon(lambda: not out.sending.thread.is_alive())
 
-    drop(lose_one, "Producer of t.*not all of what it had was stored: no room for the batch")
+    drop(lose_one, "Producer of t.*not all of its messages were stored: no room for the batch")
 
 
 def test_an_idle_producer_is_not_kept_by_its_thread_nor_by_the_end_of_the_process(hub: Hub) -> None:

@@ -82,7 +82,7 @@ def test_a_topic_that_is_there_is_returned_with_its_messages(hub: Hub) -> None:
     found = hub.create_topic("orders", partitions=2, retention=timedelta(minutes=1), exist_ok=True)
     assert found.topic == made.topic
     assert found.to_arrow().num_rows == 1
-    with pytest.raises(TopicExists, match="there is a topic 'orders' already") as refused:
+    with pytest.raises(TopicExists, match="topic 'orders' already exists") as refused:
         hub.create_topic("orders", partitions=2, retention=60)
     assert not isinstance(refused.value, TopicDiffers)
 
@@ -96,7 +96,7 @@ def test_a_topic_whose_setting_differs_is_refused(hub: Hub, setting: str, is_giv
     with pytest.raises(TopicDiffers) as refused:
         hub.create_topic("orders", **{setting: value} if is_given else {}, exist_ok=True)
     assert refused.value.differences == {setting: (there, asked)}
-    assert f"{setting} is {there!r}, and {asked!r} was asked for" in str(refused.value)
+    assert f"{setting} is {there!r}, but {asked!r} was requested" in str(refused.value)
     assert hub.topics() == [made.topic]
 
 
@@ -282,7 +282,7 @@ def test_a_queue_whose_setting_differs_is_refused(hub: Hub, setting: str, is_giv
     with pytest.raises(QueueDiffers) as refused:
         hub.create_queue("mail", **{setting: value} if is_given else {}, exist_ok=True)
     assert refused.value.differences == {setting: (there, asked)}
-    assert f"{setting} is {there!r}, and {asked!r} was asked for" in str(refused.value)
+    assert f"{setting} is {there!r}, but {asked!r} was requested" in str(refused.value)
     assert [queue.settings for queue in hub.queues()] == [made.settings]
     copy = pickle.loads(pickle.dumps(refused.value))
     assert (copy.queue, copy.differences, str(copy)) == ("mail", refused.value.differences, str(refused.value))
@@ -340,9 +340,9 @@ def test_a_queue_that_another_process_has_deleted_is_created_although_it_is_reme
 
 
 def test_exist_ok_is_true_or_false(hub: Hub) -> None:
-    with pytest.raises(InvalidTopic, match="exist_ok is 'no': give True or False"):
+    with pytest.raises(InvalidTopic, match="exist_ok is 'no'; it must be True or False"):
         hub.create_topic("orders", exist_ok="no")  # type: ignore[arg-type]
-    with pytest.raises(InvalidQueue, match="exist_ok is 'no': give True or False"):
+    with pytest.raises(InvalidQueue, match="exist_ok is 'no'; it must be True or False"):
         hub.create_queue("mail", exist_ok="no")  # type: ignore[arg-type]
 
 
@@ -362,7 +362,7 @@ def test_the_command_line_creates_a_topic_once(tmp_path: Path) -> None:
     assert pxrs_says(*create, "--exist-ok") == there
     with pytest.raises(TopicExists):
         pxrs_says(*create)
-    with pytest.raises(TopicDiffers, match="codec is 'none', and 'lz4' was asked for"):
+    with pytest.raises(TopicDiffers, match="codec is 'none', but 'lz4' was requested"):
         pxrs_says(*create, "--exist-ok", "--codec", "lz4")
 
 
@@ -372,5 +372,5 @@ def test_the_command_line_creates_a_queue_once(tmp_path: Path) -> None:
     assert pxrs_says(*create, "--exist-ok") == "queue mail is there already, with the same settings\n"
     with pytest.raises(QueueExists):
         pxrs_says(*create)
-    with pytest.raises(QueueDiffers, match="fifo is False, and True was asked for"):
+    with pytest.raises(QueueDiffers, match="fifo is False, but True was requested"):
         pxrs_says(*create, "--exist-ok", "--fifo")

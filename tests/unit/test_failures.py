@@ -93,7 +93,7 @@ def test_the_last_lines_are_kept_in_any_room() -> None:
             first, _, rest = kept.partition("\n")
             assert text.endswith(rest), f"SEED={seed}"
             left_out = len(text.split("\n")) - (len(rest.split("\n")) if "\n" in kept else 0)
-            assert first == f"... {left_out} lines are left out here", f"SEED={seed}"
+            assert first == f"... {left_out} lines omitted", f"SEED={seed}"
 
 
 def test_failures_are_the_same_if_class_and_line_are() -> None:

@@ -56,7 +56,7 @@ def test_f7_a_member_with_another_assignor_is_refused_and_told_who_differs(hub: 
     assert name.startswith("first on ")
     assert theirs == "range"
     assert "this member has the assignor 'sticky', but first on" in str(error)
-    assert "stop them before this member is started" in str(error)
+    assert "stop them before you start this member" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert is_final(error), "`pxrs worker` ends at once"
 
@@ -99,7 +99,7 @@ def test_a_member_of_an_earlier_version_is_not_joined(hub: Hub, assignor: str | 
     """It follows the targets in another key, so that two members would wait for each other for ever."""
     with hub.registry.lease(60) as lease:
         hub.registry.commit(ephemeral={KEYS.member("old"): earlier_record(hub, assignor)}, lease=lease)
-        with pytest.raises(GroupActive, match="the member old on h of an earlier version of pxrs") as refusal:
+        with pytest.raises(GroupActive, match="member old on h of group g runs an earlier version of pxrs") as refusal:
             hub.consumer("t", "g")
     assert is_final(refusal.value), "`pxrs worker` ends at once"
     with hub.consumer("t", "g") as inbox:
@@ -124,7 +124,7 @@ def test_a_member_of_version_01_that_joins_all_the_same_is_given_nothing_and_tol
         eventually(lambda: len(first.assignment) == 4)
         caplog.set_level(logging.WARNING, "pxrs.group.rounds")
         hub.registry.commit(ephemeral={KEYS.member("zzz"): earlier_record(hub, None)}, lease=lease)
-        eventually(lambda: "the members old are of an earlier version" in caplog.text)
+        eventually(lambda: "the members old run an earlier version" in caplog.text)
         assert len(first.assignment) == 4
 
 
@@ -134,7 +134,7 @@ def test_a_member_of_version_01_that_leads_is_not_followed(hub: Hub) -> None:
         eventually(lambda: len(first.assignment) == 4)
         put = {KEYS.leader: Leader("zzz", 99).dump()}
         hub.registry.commit({}, put, {KEYS.member("zzz"): earlier_record(hub, None)}, lease)
-        with pytest.raises(GroupActive, match="is led by the member old on h of an earlier version"):
+        with pytest.raises(GroupActive, match="is led by the member old on h, which runs an earlier version"):
             first.poll(timeout=30)
 
 

@@ -58,7 +58,7 @@ class TestRecords:
     @pytest.mark.parametrize("further", [5, [["returns-id"]], [["returns-id", "returns", 2, 3]]])
     def test_a_damaged_record_is_named(self, further: object) -> None:
         stored = json.loads(member("w", ORDERS).dump())
-        with pytest.raises(RegistryCorrupt, match="k: it is no member"):
+        with pytest.raises(RegistryCorrupt, match="k: not a valid member record"):
             Member.load("k", json.dumps({**stored, "further": further}).encode())
 
 

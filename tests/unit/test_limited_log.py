@@ -62,7 +62,7 @@ def test_the_rest_of_a_kind_is_counted_and_the_count_is_logged_when_the_window_i
     assert kept.texts() == [
         "full: t 0%",
         "full: t 1%",
-        "full: t 9% (8 such records were left out of the log; this is the last)",
+        "full: t 9% (8 similar records were not logged; this is the last)",
         "something else",
     ]
     assert kept.records[2].left_out == 8  # type: ignore[attr-defined]
@@ -92,8 +92,8 @@ def test_flush_logs_what_is_left_out_by_now_once(logger: logging.Logger, kept: K
     log.flush()
     assert [getattr(record, "left_out", 0) for record in kept.records] == [0, 0, 2, 1]
     assert kept.texts()[2:] == [
-        "a is 100% full (2 such records were left out of the log; this is the last)",
-        "100% full (1 such record was left out of the log; this is the last)",
+        "a is 100% full (2 similar records were not logged; this is the last)",
+        "100% full (1 similar record was not logged; this is the last)",
     ]
 
 

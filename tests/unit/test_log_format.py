@@ -104,7 +104,7 @@ def test_a_frame_of_another_partition_or_of_a_later_format_is_refused() -> None:
     with pytest.raises(MisplacedFile):
         read_header(data, "golden", 0, place_id("0123456789abcdef0123456789abcdef", 0))
     later = data[:4] + b"\3" + data[5:120]
-    with pytest.raises(DamagedFrame, match="format 3, which this version does not read"):
+    with pytest.raises(DamagedFrame, match="format 3, which this version cannot read"):
         read_header(later + struct.pack("<Q", xxhash.xxh3_64_intdigest(later)), "golden", 0)
 
 

@@ -70,8 +70,8 @@ def test_an_outage_is_logged_at_its_beginning_once_a_minute_and_at_its_end(
         clock.now += 1
     assert kept.texts() == [
         "disk: full; will try again",
-        "disk: full; will try again (59 failures before it were left out of the log)",
-        "disk: full; will try again (59 failures before it were left out of the log)",
+        "disk: full; will try again (59 earlier failures were not logged)",
+        "disk: full; will try again (59 earlier failures were not logged)",
     ]
     outage.worked()
     assert len(kept.records) == 3, "it may be that only a part works"

@@ -41,18 +41,18 @@ def same(rows: Any) -> Any:
         ({"dead_letters": "", "parse": JSON}, "dead_letters is ''"),
         ({"dead_letters": 7, "parse": JSON}, "dead_letters is 7"),
         ({"name": 7}, "name is 7"),
-        ({"group": 7}, "7 is no name of a group"),
-        ({"group": 7, "dead_letters": "bad", "parse": JSON}, "7 is no name of a group"),
-        ({"group": ["g"]}, "is no name of a group"),
+        ({"group": 7}, "7 is not a valid name of a group"),
+        ({"group": 7, "dead_letters": "bad", "parse": JSON}, "7 is not a valid name of a group"),
+        ({"group": ["g"]}, "is not a valid name of a group"),
         ({"parse": "a INT"}, r"parse is 'a INT'; give parse_json\(...\)"),
         ({"parse": "a INT", "dead_letters": "bad"}, r"give parse_json\(...\)"),
         ({"output_mode": ["append"]}, "output_mode is"),
-        ({"every": 60}, "every is 60; give text such as '1 minute'"),
+        ({"every": 60}, "every is 60; give a string such as '1 minute'"),
         ({"every": timedelta(seconds=1)}, "every is"),
         ({"share_group": "yes"}, "share_group is 'yes'"),
         ({"options": "maxRowsPerTrigger=1"}, "options is 'maxRowsPerTrigger=1'"),
         ({"options": ["a"]}, "options is"),
-        ({"options": {1: "x"}}, "options: 1 is no name of an option"),
+        ({"options": {1: "x"}}, "options: 1 is not the name of an option"),
     ],
 )
 def test_an_argument_that_is_none_is_refused_in_words(given: dict[str, Any], words: str) -> None:
@@ -116,6 +116,6 @@ def test_the_source_is_known_by_its_id_under_another_name(more: dict[str, Any]) 
         topics=lambda: [SimpleNamespace(name=name, id=ids[name]) for name in ids],
         topic=lambda name: SimpleNamespace(name=name, id=ids[name]),
     )
-    with pytest.raises(InvalidPipeline, match="Orders is the source, orders, under another name"):
+    with pytest.raises(InvalidPipeline, match="Orders is another name of the source, orders"):
         check_topics(hub, [pipeline("orders", **more)(same)])
     check_topics(hub, [pipeline("orders", "x")(same)])

@@ -69,12 +69,12 @@ def test_name_and_group_are_those_of_the_function() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"name": "a/b"}, "give name="),
-        ({"group": "a b"}, "'a b' is no name of a group"),
+        ({"name": "a/b"}, "as name="),
+        ({"group": "a b"}, "'a b' is not a valid name of a group"),
         ({"sink": 7}, "sink is 7"),
         ({"output_mode": "upsert"}, "choose from append, update, complete"),
-        ({"sink": parquet("out"), "output_mode": "update"}, "Parquet files are appended to"),
-        ({"output_mode": "complete"}, "a topic is appended to"),
+        ({"sink": parquet("out"), "output_mode": "update"}, "Parquet files are append-only"),
+        ({"output_mode": "complete"}, "a topic is append-only"),
         ({"dead_letters": "bad", "parse": parse_json("a INT", on_bad="drop")}, "contradict"),
         ({"sink": "orders"}, "sink is the source"),
         ({"dead_letters": "orders", "parse": JSON}, "dead_letters is the source"),
@@ -84,7 +84,7 @@ def test_name_and_group_are_those_of_the_function() -> None:
         ({"options": {"subscribePattern": "x"}}, "options: subscribePattern cannot"),
         ({"options": {"Topic": "x", "maxRowsPerTrigger": 1}}, "options: Topic cannot"),
         ({"options": {"minPartitions": 1, "MINpartitions": 2}}, "minPartitions and MINpartitions are one option"),
-        ({"options": {"Columns": "value"}, "parse": JSON}, "columns is for functions without a parse step"),
+        ({"options": {"Columns": "value"}, "parse": JSON}, "remove columns, because the parse step"),
     ],
 )
 def test_a_definition_that_cannot_be_is_refused(more: dict[str, Any], words: str) -> None:
@@ -93,13 +93,13 @@ def test_a_definition_that_cannot_be_is_refused(more: dict[str, Any], words: str
 
 
 def test_a_sink_that_is_a_topic_is_given_by_its_name_and_on_bad_by_its_words() -> None:
-    with pytest.raises(InvalidPipeline, match="by its name"):
+    with pytest.raises(InvalidPipeline, match="give its name"):
         to("pxrs", topic="t")
-    with pytest.raises(InvalidPipeline, match="given by its name"):
+    with pytest.raises(InvalidPipeline, match="give its name"):
         to("PXRS", topic="t")
     with pytest.raises(InvalidPipeline, match="choose fail or drop"):
         parse_json("a INT", on_bad="ignore")  # type: ignore[arg-type]
-    with pytest.raises(InvalidPipeline, match="before a function"):
+    with pytest.raises(InvalidPipeline, match="decorates a function"):
         pipeline("a", "b")(make())
 
 
@@ -235,7 +235,7 @@ def test_several_topics_are_options_of_the_reader_and_names_for_people() -> None
     like = make(topics_matching("orders-.*"))
     assert HubAddress("hub").options(like.source) == {"url": "hub", "subscribePattern": "orders-.*"}
     assert (str(like.source), like.topics()) == ("topics that match orders-.*", ["totals"])
-    for pattern, words in ((7, "pattern is 7"), ("", "pattern is ''"), ("(", "is no regular expression")):
+    for pattern, words in ((7, "pattern is 7"), ("", "pattern is ''"), ("(", "is not a regular expression")):
         with pytest.raises(InvalidPipeline, match=words):
             topics_matching(pattern)  # type: ignore[arg-type]
 
@@ -275,7 +275,7 @@ def test_a_file_gives_the_pipelines_that_it_defines_itself(tmp_path: Path) -> No
     [
         ("", "defines no pipeline"),
         (HEAD + ONE + ONE, "two pipelines are named one"),
-        (HEAD + "@pipeline(source='a', sink='a')\ndef one(rows): ...\n", r"feed itself for ever \(.*file.py, line 2\)"),
+        (HEAD + "@pipeline(source='a', sink='a')\ndef one(rows): ...\n", r"read its own output \(.*file.py, line 2\)"),
         ("x = 1\n1 / 0\n", r"ZeroDivisionError: division by zero \(.*file.py, line 2\)"),
         ("def one(:\n", r"SyntaxError: .*file.py, line 1\)"),
         ("raise SystemExit(7)\n", "SystemExit: 7"),

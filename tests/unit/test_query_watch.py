@@ -155,7 +155,7 @@ def test_what_a_callback_raises_is_logged_and_the_report_kept(caplog: pytest.Log
 
     watch = QueryWatch(None, fail)  # type: ignore[arg-type]
     watch.on_progress(progress(0))
-    assert "on_report has failed for the query run" in caplog.text
+    assert "on_report failed for the query run" in caplog.text
     assert "ValueError: mine" in caplog.text
     found = watch.report("run")
     assert found is not None

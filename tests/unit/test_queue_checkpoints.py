@@ -363,7 +363,7 @@ def test_z1_r5_trying_again_inside_the_loop_after_an_unknown_outcome_is_refused(
                     break
     assert (values(hub, "jobs"), checkpoint_of(hub)) == (numbers(3), 3)
     assert len(refusals) == 1
-    assert "what was handed out is done" in refusals[0]
+    assert "the messages that were handed out are done" in refusals[0]
 
 
 @pytest.mark.parametrize("fault", ["lost reply", "lost request"])

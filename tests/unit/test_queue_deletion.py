@@ -95,7 +95,7 @@ def test_z7_an_item_with_a_priority_is_refused_by_a_queue_that_was_made_again_as
     handle.put("warm", priority=1)
     mine.delete_queue("q")
     mine.create_queue("q", fifo=True)
-    with pytest.raises(InvalidItem, match="first in, first out"):
+    with pytest.raises(InvalidItem, match="is a FIFO queue"):
         handle.put("x", priority=1)
     assert values(mine, "q") == []
 
@@ -177,7 +177,7 @@ def test_a_commit_that_waits_for_those_of_other_threads_is_given_up_after_the_ti
     second = aside(lambda: combiner.commit(Write({"b": ABSENT}, {"b": b""})))
     error = second.exception()
     assert isinstance(error, RegistryUnavailable)
-    assert "took 0.2 s (`timeout` of the address), and this one was not sent" in str(error)
+    assert "took 0.2 s (`timeout` of the address), so this one was not sent" in str(error)
     gate.set()
     assert first.result()
     assert [entry.key for entry in registry.scan("")] == ["a"]
@@ -301,7 +301,7 @@ def test_z6_a_listener_closes_though_its_queue_was_made_again(place: SharedStore
 def test_z6_a_listener_that_was_closed_is_not_started_again(place: SharedStore) -> None:
     listener = QueueListener(place.open().create_queue("q"), lambda tx, item: None)
     listener.start().close()
-    with pytest.raises(Closed, match="make another one"):
+    with pytest.raises(Closed, match="create another one"):
         listener.start()
 
 

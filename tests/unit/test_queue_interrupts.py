@@ -278,7 +278,7 @@ def test_r5_an_outcome_that_is_not_on_record_any_more_is_not_made_up(place: Shar
     sweep()
     assert not observer.registry.scan(OUTCOMES)
     registry.reach = lambda: None
-    with pytest.raises(OutcomeUnknown, match="not on record"):
+    with pytest.raises(OutcomeUnknown, match="no longer recorded"):
         tx.outcome()
     assert observer.queue("q").depth().ready == 1
 

@@ -63,7 +63,7 @@ class Later:
         (functools.partial(coroutine), "neither async nor a generator"),
         (Later(), "neither async nor a generator"),
         (of_a_message, "cannot be called with a transaction and an item"),
-        ("handler", "not a function of a transaction and an item"),
+        ("handler", "must be a function of a transaction and an item"),
     ],
 )
 def test_z6_a_handler_that_could_not_handle_is_refused(hub: Hub, handler: Any, words: str) -> None:

@@ -81,7 +81,7 @@ def stop(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     and not know whether that arrived."""
     caplog.set_level(logging.INFO, "pxrs.remote.client.link")
     peer.stop()
-    eventually(lambda: "connecting again" in caplog.text)
+    eventually(lambda: "reconnecting" in caplog.text)
 
 
 def say_goodbye(registry: Registry, control: Stream) -> None:
@@ -267,7 +267,7 @@ def test_calls_that_wait_are_bounded_and_a_renewal_does_not_wait_for_them(
         requests = [control.next() for _ in range(2)]
         assert [each["call"] for each in requests] == ["registry.get"] * 2
         registry.timeout_s = 0.2
-        with pytest.raises(RegistryUnavailable, match="2 calls of this process wait already"):
+        with pytest.raises(RegistryUnavailable, match="this process already has 2 calls in flight"):
             registry.get("a")
         renewing = aside(lease.renew)
         request = control.next()
@@ -553,7 +553,7 @@ def test_a_closed_log_asks_for_no_subscription(peer: Peer) -> None:
 
 def test_a_topic_whose_creation_was_not_answered_is_known_by_its_id(peer: Peer) -> None:
     log = open_log(peer.url)
-    exists = {"code": "log.topic-exists", "bases": ["log"], "message": "there is a topic 'orders' already"}
+    exists = {"code": "log.topic-exists", "bases": ["log"], "message": "topic 'orders' already exists"}
     for there in (TOPIC, new_topic("orders")):
         creating = aside(lambda: log.create_topic(TOPIC))
         control = peer.control()
@@ -983,7 +983,7 @@ def test_an_address_where_no_server_is_fails_in_time() -> None:
         ("pxrs://localhost?cert_file={file}", "together"),
         ("pxrs://localhost?ca_file={file}&tls=false", "contradicts"),
         ("pxrs://user:secret@localhost", "token_file"),
-        ("pxrs://localhost?token_file={empty}", "holds no token"),
+        ("pxrs://localhost?token_file={empty}", "contains no token"),
     ],
 )
 def test_a_bad_address_is_refused_at_once(address: str, names: str, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_retention_that_cannot_ask_who_reads_takes_nothing(
         with caplog.at_level(logging.WARNING), monkeypatch.context() as outage:
             outage.setattr(type(hub.registry), "_scan", away)
             report = hub.run_upkeep()
-        assert "retention of t is held up: away" in caplog.text
+        assert "retention of t is blocked: away" in caplog.text
         assert report.errors == {"retention of t": "away", "recording owners": "away"}
         assert (topic.start(0), topic.end(0)) == (0, 2)
         assert hub.run_upkeep().removed == {"t": {"0": 2}}, "and it would have been allowed to"
@@ -92,7 +92,7 @@ def test_a_retention_that_fails_at_every_try_is_logged_once_a_minute(
         monkeypatch.setattr(log, "retain", fail)
         for _ in range(20):
             assert hub.run_upkeep().errors == {"retention of t": "away"}
-    assert [record.getMessage() for record in caplog.records] == ["retention of t is held up: away; will try again"]
+    assert [record.getMessage() for record in caplog.records] == ["retention of t is blocked: away; will try again"]
     assert caplog.records[0].subject == "retention of t"  # type: ignore[attr-defined]
 
 
@@ -201,11 +201,11 @@ def test_o10_no_checkpoint_is_put_before_a_start_that_is_committed_and_not_yet_r
     monkeypatch.undo()
     assert topic.start(0) == 0
     if way == "import":
-        with pytest.raises(OffsetTrimmed, match="the first one is 6"):
+        with pytest.raises(OffsetTrimmed, match="the first remaining offset is 6"):
             kept.group("new").import_checkpoint(3, "t")
         kept.group("new").import_checkpoint(6, "t")
     elif way == "reset":
-        with pytest.raises(OffsetTrimmed, match="the first one is 6"):
+        with pytest.raises(OffsetTrimmed, match="the first remaining offset is 6"):
             kept.group("old").reset(3)
         assert kept.group("old").reset(datetime.fromtimestamp(0, UTC)) == {"t": {0: 6}}
         assert kept.group("old").reset("earliest") == {"t": {0: 6}}

@@ -150,7 +150,7 @@ def test_l3_the_next_file_must_be_empty(tmp_path: Path) -> None:
     fill(journal)
     journal.roll()
     fill(journal, syncs=1)
-    with pytest.raises(DamagedFrame, match="a segment with messages lies where the next one is to begin"):
+    with pytest.raises(DamagedFrame, match="a segment with messages exists where the next one must begin"):
         next_segment(str(tmp_path), 20)
     assert next_segment(str(tmp_path), 20, is_emptied=True).size == 0
 

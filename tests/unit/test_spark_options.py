@@ -138,11 +138,11 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
     [
         ({"url": None}, "url", "missing"),
         ({"topic": None}, "topic", "missing"),
-        ({"subscribe": "orders"}, "subscribe", "another name"),
+        ({"subscribe": "orders"}, "subscribe", "an alias"),
         ({"topic": "a,"}, "topic", "between its commas is empty"),
         ({"topic": "a,b,a"}, "topic", "a is given twice"),
-        ({"subscribePattern": "a"}, "subscribePattern", "topic and subscribePattern each say which topics"),
-        ({"topic": None, "subscribePattern": "("}, "subscribePattern", "no regular expression"),
+        ({"subscribePattern": "a"}, "subscribePattern", "topic and subscribePattern all name the topics"),
+        ({"topic": None, "subscribePattern": "("}, "subscribePattern", "not a regular expression"),
         ({"assign": '{"a": [0]}'}, "assign", "give one of them"),
         ({"topic": None, "assign": "a"}, "assign", "JSON such as"),
         ({"topic": None, "assign": "{}"}, "assign", "JSON such as"),
@@ -156,12 +156,12 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"startingofsets": "3"}, "startingofsets", r"unknown; did you mean startingOffsets\? spark.readStream has"),
         ({"offsetsByTimestamp": "3"}, "offsetsByTimestamp", "did you mean startingOffsetsByTimestamp"),
         ({"starting_offsets_by_timestamp": "3"}, "starting_offsets_by_timestamp", "mean startingOffsetsByTimestamp"),
-        ({"kafka.bootstrap.servers": "h:1"}, "kafka.bootstrap.servers", "Kafka source: .*directory as url"),
+        ({"kafka.bootstrap.servers": "h:1"}, "kafka.bootstrap.servers", "Kafka source: .*directory or server as url"),
         ({"kafka.group.id": "g"}, "kafka.group.id", "as group"),
         ({"groupidprefix": "g"}, "groupidprefix", "as group"),
-        ({"kafka.security.protocol": "SSL"}, "kafka.security.protocol", "leave it out"),
+        ({"kafka.security.protocol": "SSL"}, "kafka.security.protocol", "remove it"),
         ({"maxRecordsPerPartition": "1"}, "maxRecordsPerPartition", "minPartitions"),
-        ({"endingOffsets": "latest"}, "endingOffsets", "not for spark.readStream"),
+        ({"endingOffsets": "latest"}, "endingOffsets", "not an option of spark.readStream"),
         ({"startingOffsets": "first"}, "startingOffsets", "earliest, latest, committed"),
         ({"startingOffsets": '{"0": "x"}'}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": '{"0": -3}'}, "startingOffsets", "JSON such as"),
@@ -180,7 +180,7 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ),
         ({"startingOffsetsByTimestamp": "5"}, "startingOffsetsByTimestamp", "JSON such as"),
         ({"startingOffsetsByTimestamp": '{"0": 1.5}'}, "startingOffsetsByTimestamp", "milliseconds"),
-        ({"startingOffsetsByTimestampStrategy": "error"}, "startingOffsetsByTimestampStrategy", "counts only with"),
+        ({"startingOffsetsByTimestampStrategy": "error"}, "startingOffsetsByTimestampStrategy", "effect only with"),
         (
             {"startingTimestamp": "1", "startingOffsetsByTimestampStrategy": "x"},
             "startingOffsetsByTimestampStrategy",
@@ -196,8 +196,8 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"includeTopic": "yes"}, "includeTopic", "true or false"),
         ({"startingTimestamp": "2026-01-01T00:00:00"}, "startingTimestamp", "time zone"),
         ({"startingTimestamp": "yesterday"}, "startingTimestamp", "milliseconds"),
-        ({"maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger", "from 1 on"),
-        ({"maxOffsetsPerTrigger": "1", "maxRowsPerTrigger": "1"}, "maxRowsPerTrigger", "another name"),
+        ({"maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger", "of at least 1"),
+        ({"maxOffsetsPerTrigger": "1", "maxRowsPerTrigger": "1"}, "maxRowsPerTrigger", "an alias"),
         ({"minPartitions": "x"}, "minPartitions", "whole number"),
         ({"failOnDataLoss": "maybe"}, "failOnDataLoss", "true or false"),
         ({"leaseTtl": "-1"}, "leaseTtl", "seconds"),
@@ -209,17 +209,17 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"url": "file://host/data"}, "url", "'host' is a host"),
         ({"registry": "etcd://host?namespace=*"}, "registry", "letters, digits"),
         ({"registry": "file://host/data"}, "registry", "'host' is a host"),
-        ({"path": "/nowhere"}, "path", "leave it out of load, save or start"),
+        ({"path": "/nowhere"}, "path", "remove it from load, save or start"),
         (
             {"columns": "key,vlaue"},
             "columns",
-            "'vlaue' is no column; give some of key, value, topic, partition, offset, timestamp,",
+            "'vlaue' is not a column; give some of key, value, topic, partition, offset, timestamp,",
         ),
-        ({"columns": "Key"}, "columns", "'Key' is no column; give some of key"),
+        ({"columns": "Key"}, "columns", "'Key' is not a column; give some of key"),
         ({"columns": "key,value, key"}, "columns", "'key' is given twice; give some of key"),
-        ({"columns": ""}, "columns", "'' is no column; give some of key"),
-        ({"columns": "key,"}, "columns", "'' is no column; give some of key"),
-        ({"columns": "headers"}, "columns", "only there with includeHeaders=true; else give some of key"),
+        ({"columns": ""}, "columns", "'' is not a column; give some of key"),
+        ({"columns": "key,"}, "columns", "'' is not a column; give some of key"),
+        ({"columns": "headers"}, "columns", "headers needs includeHeaders=true; otherwise give some of key"),
         ({"columns": "x", "includeHeaders": "true"}, "columns", "timestamp, headers, with commas"),
     ],
 )
@@ -294,7 +294,7 @@ def test_the_address_of_a_server_keeps_its_options_with_the_drivers_paths(
     for where in (read_options(given).where, stream_options({**given, "group": "g"}).where, write_options(given)):
         assert where.url == f"pxrs://one:1,two:2?patience=30&token_file={tmp_path}/token"
         assert where.registry is None
-    with pytest.raises(InvalidOption, match=r"registry.*a server, which has its registry: leave it out"):
+    with pytest.raises(InvalidOption, match=r"registry.*a server with its own registry: remove this option"):
         read_options({**given, "registry": "etcd://host"})
     with pytest.raises(InvalidOption, match=r"behind a server, pxrs://HOST:PORT; memory: is neither"):
         write_options({"url": "memory:", "topic": "t"})

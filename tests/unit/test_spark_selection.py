@@ -55,7 +55,7 @@ def test_offsets_by_topic_are_for_exactly_the_topics_that_are_read() -> None:
     FROM_START.check_topics(["a"])
     with pytest.raises(InvalidOption, match="it lacks c: name every topic"):
         given.check_topics(["a", "b", "c"])
-    with pytest.raises(InvalidOption, match="it names b, and the topics that are read are a"):
+    with pytest.raises(InvalidOption, match="it names b, but the topics that are read are a"):
         given.check_topics(["a"])
 
 
@@ -75,6 +75,6 @@ def test_topics_by_name_by_pattern_and_by_partition() -> None:
     assert assigned.among(existing) == ["orders"]
     assert assigned.partitions_of("orders", 3) == [0, 2]
     assert Topics(("a",)).partitions_of("a", 3) == [0, 1, 2]
-    with pytest.raises(InvalidOption, match="option assign: orders has only partitions 0, 1, and not 2"):
+    with pytest.raises(InvalidOption, match="option assign: orders has only partitions 0, 1, not 2"):
         assigned.partitions_of("orders", 2)
     assert [Topics(("a",)).only, Topics(("a", "b")).only, assigned.only, Topics(pattern="a").only] == ["a", *[None] * 3]

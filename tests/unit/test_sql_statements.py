@@ -307,7 +307,7 @@ class TestAddresses:
             ("postgresql://h/db?timeout=soon", "timeout=10"),
             ("postgresql://h/db?create=maybe", "true or false"),
             ("postgresql:///db", "empty host"),
-            ("postgresql://h/db?host=/tmp", "folder with a socket"),
+            ("postgresql://h/db?host=/tmp", "directory of a Unix socket"),
             ("postgresql://h/db?port=1", "before the path"),
             ("sqlite:file.db", "sqlite:///FILE"),
             ("sqlite://host/file.db", "sqlite:///FILE"),

@@ -321,7 +321,7 @@ def test_drain_queue_stops_a_handler_that_puts_an_item_for_each_one(hub: Hub) ->
         calls.append(item.value)
         tx.put("q", item.value)
 
-    with pytest.raises(DrainLimitReached, match="put an item for each one") as caught:
+    with pytest.raises(DrainLimitReached, match="put an item for each item") as caught:
         drain_queue(hub, "q", again, deliveries_max=20)
     assert (caught.value.queue, caught.value.deliveries, caught.value.failures) == ("q", 20, 0)
     assert caught.value.__cause__ is None
@@ -460,7 +460,7 @@ def test_drain_refuses_a_handler_that_does_nothing_when_it_is_called(hub: Hub, h
     hub.create_topic("orders", partitions=1)
     with hub.producer("orders") as out:
         out.send("a")
-    with pytest.raises(InvalidGroup, match=r"does nothing when it is called|cannot be called"):
+    with pytest.raises(InvalidGroup, match=r"is an async or generator function|cannot be called"):
         drain(hub, "orders", handler)
     assert hub.groups() == [], "it is refused before the group is joined"
 

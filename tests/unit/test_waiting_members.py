@@ -95,9 +95,10 @@ def is_at_rest(inbox: Consumer) -> bool:
 
 
 def is_worker(thread: threading.Thread) -> bool:
-    """Workers are named after their work while they run it. The threads that store events end soon, too."""
+    """Workers are named after their work while they run it. The threads that store events end soon, too, and so does
+    the timer of what writes the readable files of a group, which waits a moment before it writes."""
     return "worker" in thread.name or thread.name.startswith(
-        ("pxrs-member", "pxrs-projection", "pxrs_events", "pxrs_audit")
+        ("pxrs-member", "pxrs-projection", "pxrs-housekeeping", "pxrs_events", "pxrs_audit")
     )
 
 

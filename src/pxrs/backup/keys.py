@@ -44,7 +44,7 @@ def keys_at_one_moment(registry: Registry) -> tuple[Keys, str]:
         if _look_up_moved(snapshot, registry, keys):
             return dict(sorted(keys.items())), snapshot.moment
     raise RegistryUnavailable(
-        f"{registry.url}: items of queues come and go faster than they can be read; make the backup under less load"
+        f"{registry.url}: items of queues change faster than they can be read; run the backup under less load"
     )
 
 
@@ -82,7 +82,7 @@ def load_keys(file: str, data: bytes) -> Keys:
         found = (json.loads(line) for line in data.splitlines())
         return {each["key"]: base64.b64decode(each["value"], validate=True) for each in found}
     except (ValueError, TypeError, KeyError) as error:
-        raise BackupDamaged(file, f"it has no keys of a registry: {error!r}") from error
+        raise BackupDamaged(file, f"it does not contain the keys of a registry: {error!r}") from error
 
 
 def checkpoint_bounds(keys: Mapping[str, bytes]) -> dict[TopicPartition, tuple[int, int]]:

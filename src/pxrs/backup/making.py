@@ -109,8 +109,8 @@ def make_backup(
         return _Making(directory, hub, registry, shown, target, version, tell).run()
     except OSError as error:
         raise BackupError(
-            f"{directory} could not be backed up to {target}: {disk.explain(error)}. The last whole backup there, if "
-            "there is one, is as it was: remove the cause, such as a full disk, and run the backup again"
+            f"{directory} could not be backed up to {target}: {disk.explain(error)}. The last complete backup there, "
+            "if any, is unchanged: remove the cause, such as a full disk, and run the backup again"
         ) from error
 
 
@@ -180,7 +180,7 @@ class _Making:
                     handle = log.topic(topic.name)
                     assert isinstance(handle, DirectoryTopic)
                     if handle.id != topic.id:
-                        raise FileNotFoundError(f"topic {topic.name} was deleted and made again")
+                        raise FileNotFoundError(f"topic {topic.name} was deleted and created again")
                     found = {number: handle.published(number) for number in range(topic.partitions)}
                     if (problem := handle.ends_problem()) is not None:
                         raise BackupError(f"the backup might lack acknowledged messages: {problem}")
@@ -256,8 +256,8 @@ class _Making:
                 copy = self._partitions[topic.id, partition.number]
                 if least < partition.start and (copy.topic.keep_unread or least >= (copy.start or 0)):
                     found.append(
-                        f"{topic.name}/{partition.number} begins at offset {partition.start} in the backup, and a "
-                        f"group has read up to {least} only: retention has removed what is between"
+                        f"{topic.name}/{partition.number} begins at offset {partition.start} in the backup, but a "
+                        f"group has read only up to {least}: retention has removed the messages in between"
                     )
         return found
 
@@ -307,8 +307,8 @@ class _Making:
                 return  # a topic was deleted, and the manifest lost its part
             time.sleep(_PAUSE_S)
         raise BackupError(
-            f"{error.filename} is missing, and the manifest {key} needs it: the batch {manifest.batch} of that query "
-            "cannot be published any more; `pxrs check` does not look at staged files: ask who removed it"
+            f"{error.filename} is missing, but the manifest {key} needs it: the batch {manifest.batch} of that query "
+            "can no longer be published. `pxrs check` does not check staged files: find out who removed it"
         )
 
     # The manifest.

@@ -109,13 +109,13 @@ class BackupManifest:
             found["deleted"] = tuple(found["deleted"])
             manifest = cls(**found)
         except (ValueError, TypeError, KeyError) as error:
-            raise BackupDamaged(file, f"it is no manifest of a backup: {error!r}") from error
+            raise BackupDamaged(file, f"it is not the manifest of a backup: {error!r}") from error
         for copied in manifest.files:
             for path in (copied.path, copied.place):
                 if path.startswith("/") or ".." in path.split("/"):
                     raise BackupDamaged(file, f"it names a file outside the backup: {path}")
             if copied.place and not copied.place.startswith(("logs/", "staging/")):
-                raise BackupDamaged(file, f"it names a file that no backup has: {copied.place}")
+                raise BackupDamaged(file, f"it names a file that no backup contains: {copied.place}")
         for name in (*(name for topic in manifest.topics for name in (topic.id, topic.name)), *manifest.deleted):
             if "/" in name or name in ("", ".", ".."):
                 raise BackupDamaged(file, f"it names a topic outside the hub: {name}")

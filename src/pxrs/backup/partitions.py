@@ -181,7 +181,7 @@ class PartitionCopy:
         if (first := segment_bases(self.folder)[0]) < base:
             raise BackupError(
                 f"{self.topic.name}/{self.number}: the segments between the offsets {first} and {base} were changed "
-                "while they were copied, as a repair does: run the backup again"
+                "while they were copied, for example by a repair: run the backup again"
             )
         return now  # the hub itself lacks its first segment: the restored one reports the same damage
 

@@ -63,12 +63,12 @@ def verify(source: Path, tell: Tell) -> BackupManifest:
         except OSError as error:
             raise BackupDamaged(str(path), disk.explain(error)) from error
         if size != file.bytes:
-            raise BackupDamaged(str(path), f"it has {size:,} bytes, and the manifest says {file.bytes:,}")
+            raise BackupDamaged(str(path), f"it has {size:,} bytes, but the manifest says {file.bytes:,}")
     for file in manifest.files:
         path = source / file.path
         tell(Progress("verifying the backup", done, manifest.bytes))
         if checksum_of(path) != file.checksum:
-            raise BackupDamaged(str(path), "its checksum is not the one in the manifest")
+            raise BackupDamaged(str(path), "its checksum differs from the one in the manifest")
         done += file.bytes
     return manifest
 
@@ -76,7 +76,7 @@ def verify(source: Path, tell: Tell) -> BackupManifest:
 def refuse_used(directory: Path) -> None:
     """Raise RestoreRefused unless the directory is empty or missing."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RestoreRefused(f"{directory} is not empty: a backup is restored into a new directory")
+        raise RestoreRefused(f"{directory} is not empty: restore the backup into a new directory")
 
 
 def restore(
@@ -87,7 +87,7 @@ def restore(
     registry: where the keys go. It is empty; one in the directory was made after `refuse_used`. shown: its address
     without a password. Raises RestoreRefused and BackupError."""
     if registry.scan("", limit=1):
-        raise RestoreRefused(f"the registry {shown} is not empty: give another one, or another namespace of it")
+        raise RestoreRefused(f"the registry {shown} is not empty: give another registry, or another namespace of it")
     hub = uuid.uuid4().hex
     place = f"{socket.gethostname()}:{directory} (hub {hub[:8]})"
     stored = source / manifest.registry_file.path
@@ -99,10 +99,10 @@ def restore(
     except OSError as error:
         raise BackupError(
             f"{source} could not be restored to {directory}: {disk.explain(error)}. {directory} and the registry "
-            f"{shown} are not whole: remove what is there, and the cause, such as a full disk, before you try again"
+            f"{shown} are incomplete: empty both, and remove the cause, such as a full disk, before you try again"
         ) from error
     except BaseException as error:
-        error.add_note(f"{directory} and the registry {shown} are not whole: remove what is there before you try again")
+        error.add_note(f"{directory} and the registry {shown} are incomplete: empty both before you try again")
         raise
 
 
@@ -138,8 +138,8 @@ def _check_values(keys: Mapping[str, bytes], registry: Registry) -> None:
     for key, value in keys.items():
         if len(value) > registry.limits.value_bytes_max:
             raise ValueTooLarge(
-                f"{key} has {len(value):,} bytes, and {registry.limits.value_bytes_max:,} is the most that "
-                f"{registry.url} takes: restore the backup to another kind of registry"
+                f"{key} has {len(value):,} bytes, but the maximum of {registry.url} is "
+                f"{registry.limits.value_bytes_max:,}: restore the backup to another kind of registry"
             )
 
 
@@ -230,6 +230,6 @@ def _compare_ends(directory: Path, manifest: BackupManifest) -> None:
             found = bounds[partition.number]
             if (found.start, found.end) != (partition.start, partition.end):
                 raise BackupError(
-                    f"{topic.name}/{partition.number} was restored from offset {found.start} to {found.end}, and the "
+                    f"{topic.name}/{partition.number} was restored from offset {found.start} to {found.end}, but the "
                     f"backup has {partition.start} to {partition.end}: run `pxrs check {directory}`"
                 )

@@ -47,7 +47,7 @@ def refuse_overlap(directory: Path, folder: Path) -> None:
     """Raise InvalidUrl if the directory of a hub and the folder of a backup are the same, or one is in the other."""
     one, other = directory.resolve(), folder.resolve()
     if one == other or one in other.parents or other in one.parents:
-        raise InvalidUrl(f"{folder} and the hub {directory} lie in each other: a backup needs a folder of its own")
+        raise InvalidUrl(f"{folder} and the hub {directory} overlap: give the backup a folder outside the hub")
 
 
 def read_manifest(folder: Path) -> BackupManifest:
@@ -57,7 +57,7 @@ def read_manifest(folder: Path) -> BackupManifest:
         return BackupManifest.load(str(path), read_with_checksum(str(path)))
     except FileNotFoundError:
         what = "was interrupted: run it again" if (folder / "logs").is_dir() else "is elsewhere: correct the path"
-        raise BackupIncomplete(f"{folder} has no {NAME}, so it holds no whole backup; a backup {what}") from None
+        raise BackupIncomplete(f"{folder} has no {NAME}, so it holds no complete backup; a backup {what}") from None
     except OSError as error:
         raise BackupDamaged(str(path), disk.explain(error)) from error
 

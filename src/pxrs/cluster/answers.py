@@ -86,7 +86,7 @@ class LinkSettings:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidUrl(f"the token file {self.token_file} cannot be read: {error}") from error
         if not (token and token.isascii() and token.isprintable()):
-            raise InvalidUrl(f"the token file {self.token_file} does not contain a token: give one line")
+            raise InvalidUrl(f"the token file {self.token_file} must contain a token, on one line")
         return ((wire.TOKEN_METADATA, f"Bearer {token}"),)
 
 

@@ -240,7 +240,7 @@ class Repair:
             return []
         nodes = self.record.fragment_of(job.place.first).nodes
         self._left.append(Shortage(job.place, nodes[job.place.position], "entries cannot be read"))
-        return self._leave(job, f"entry {entry} can be read from none of its nodes")
+        return self._leave(job, f"entry {entry} cannot be read from any of its nodes")
 
     # Internal.
 

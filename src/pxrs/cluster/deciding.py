@@ -94,7 +94,7 @@ def forget(registry: Registry, node: str, who: str = "") -> None:
             record = LedgerRecord.parse(entry.key, entry.value)
             if node in record.named:
                 raise InvalidArgument(
-                    f"storage node {node} is needed: ledger {record.id} names it; wait until `pxrs cluster status` "
+                    f"storage node {node} is in use: ledger {record.id} names it; wait until `pxrs cluster status` "
                     "shows that its copies are on other nodes"
                 )
         decision = Decision("forget_node", {"who": who or user(), "node": node})
@@ -127,12 +127,12 @@ def _node(registry: Registry, node: str) -> tuple[NodeRecord, int]:
         raise InvalidArgument(str(error)) from error
     if entry is None:
         known = [each.key.removeprefix(records.NODES) for each in registry.scan(records.NODES)]
-        raise InvalidArgument(f"there is no storage node {node!r}; there are {', '.join(known) or 'none'}")
+        raise InvalidArgument(f"there is no storage node {node!r}; known nodes: {', '.join(known) or 'none'}")
     return NodeRecord.parse(entry.key, entry.value), entry.version
 
 
 def _contended(node: str) -> RegistryUnavailable:
-    return RegistryUnavailable(f"the record of storage node {node} changed at every attempt: try again")
+    return RegistryUnavailable(f"the record of storage node {node} was changed by others at every attempt: try again")
 
 
 def _decided(decision: Decision) -> dict[str, bytes]:

@@ -383,7 +383,7 @@ class LedgerRecord:
 def _nodes(found: Any) -> tuple[str | None, ...]:
     """The nodes of a fragment. Raises TypeError: what is no list of ids would be asked as if it were nodes."""
     if not isinstance(found, list) or not all(node is None or (isinstance(node, str) and node) for node in found):
-        raise TypeError(f"{found!r} is no list of storage nodes")
+        raise TypeError(f"{found!r} is not a list of storage nodes")
     return tuple(found)
 
 

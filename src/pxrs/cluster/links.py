@@ -190,14 +190,14 @@ class NodeLink:
         try:
             for message in call:
                 self._answered(stream, *messages.read_answer(message))
-            why = "the node has ended the stream"
+            why = "the node ended the stream"
         except grpc.RpcError as failure:
             told = error_in(failure)
             if isinstance(told, WrongNode):
                 return told
             why = f"{told or text_of(failure)}"
         except (KeyError, TypeError, ValueError, flight.MalformedMessage) as error:
-            why = f"an answer is malformed: {error}"
+            why = f"malformed answer: {error}"
         finally:
             call.cancel()
         return self._unreachable(stream.why or why)

@@ -77,7 +77,7 @@ def read_adds(message: bytes) -> list[Add]:
         view = memoryview(found.body)
         for row in wire.loads(found.app_metadata)["adds"]:
             if tuple(map(type, row)) not in _TYPES:
-                raise ValueError("a field is missing or has another type")
+                raise ValueError("a field is missing or has the wrong type")
             ledger, entry, lac, recovery, *head = row
             about = EntryHead._make(head)
             body = view[at : at + about.size]

@@ -21,7 +21,7 @@ def cluster_id(registry: Registry) -> str:
     try:
         made = json.dumps({"id": uuid.uuid4().hex}).encode()
         registry.commit(expect={CLUSTER_ID: ABSENT}, put={CLUSTER_ID: made})
-        unseen = OutcomeUnknown("the id of the cluster was removed again while the process starts")
+        unseen = OutcomeUnknown("the id of the cluster was removed while the process was starting")
     except (Conflict, OutcomeUnknown) as error:
         unseen = error
     found = known_cluster_id(registry)

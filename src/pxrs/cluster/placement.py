@@ -88,7 +88,7 @@ def choose(placement: Placement, candidates: Sequence[Candidate], count: int, tu
     known = {each.id for each in candidates}
     if len(chosen) > count or len(set(chosen)) != len(chosen) or not set(chosen) <= known:
         raise InvalidPlacement(
-            f"the placement returned {chosen!r}; it must return at most {count} different ones of {sorted(known)!r}"
+            f"the placement returned {chosen!r}; it must return at most {count} different nodes of {sorted(known)!r}"
         )
     return chosen
 
@@ -117,7 +117,7 @@ class Shortfall(NamedTuple):
         """For the caller who creates a topic."""
         if self.can_store:
             return f"messages of topic {topic} get fewer copies than asked for: {self}; start more storage nodes"
-        return f"topic {topic} was made, and nothing can be stored in it yet: {self}; start more storage nodes"
+        return f"topic {topic} was created, but nothing can be stored in it yet: {self}; start more storage nodes"
 
     def __str__(self) -> str:
         if self.can_store:

@@ -100,17 +100,17 @@ def _disk(node: NodeStatus) -> Iterator[Attention]:
     if node.doubts:
         text = (
             f"{name} is in doubt about {counted(node.doubts, 'ledger')}: it may have lost entries of them; keep the "
-            "other storage nodes running, which have the other copies"
+            "other storage nodes running, because they have the other copies"
         )
         yield Attention(True, "node", node.id, text)
     if node.damaged:
         text = (
             f"{name} has {counted(node.damaged, 'damaged place', 'damaged places')} on its disk that are not repaired "
-            "yet: check the disk; brokers make the copies anew from other storage nodes"
+            "yet: check the disk; brokers restore the copies from other storage nodes"
         )
         yield Attention(True, "node", node.id, text)
     if node.is_unchecked:
-        yield Attention(True, "node", node.id, f"{name} compares what it has with what the ledgers' records say")
+        yield Attention(True, "node", node.id, f"{name} is comparing its entries with the ledgers' records")
 
 
 def _doubted(found: ClusterStatus) -> Iterator[Attention]:
@@ -118,12 +118,12 @@ def _doubted(found: ClusterStatus) -> Iterator[Attention]:
     for ledger in doubted[:LEDGERS_MAX]:
         nodes = some([short(node) for node in ledger.doubted])
         text = (
-            f"{_place(ledger)} was ended by answers of storage nodes that were in doubt ({nodes}): acknowledged "
-            f"messages from offset {ledger.end} on are lost if damage took all their copies"
+            f"{_place(ledger)} was closed by answers of storage nodes that were in doubt ({nodes}): acknowledged "
+            f"messages from offset {ledger.end} on are lost if all their copies were damaged"
         )
         yield Attention(False, "ledger", ledger.id, text)
     if len(doubted) > LEDGERS_MAX:
-        text = f"so were {counted(len(doubted) - LEDGERS_MAX, 'more ledger')}"
+        text = f"and so were {counted(len(doubted) - LEDGERS_MAX, 'more ledger')}"
         yield Attention(False, "cluster", "", text)
 
 
@@ -134,7 +134,7 @@ def _shortages(found: ClusterStatus) -> Iterator[Attention]:
         yield Attention(True, "ledger", ledger.id, f"{_place(ledger)} lacks copies: {_reasons(ledger)}")
     if len(lacking) > LEDGERS_MAX:
         yield Attention(
-            True, "cluster", "", f"copies are also lacking in {counted(len(lacking) - LEDGERS_MAX, 'more ledger')}"
+            True, "cluster", "", f"copies are also missing in {counted(len(lacking) - LEDGERS_MAX, 'more ledger')}"
         )
     if unchecked := len(found.under_replicated) - len(lacking):
         text = f"{counted(unchecked, 'ledger')} to be checked: a broker verifies that all copies exist"

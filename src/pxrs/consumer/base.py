@@ -53,7 +53,7 @@ class BaseConsumer(ABC, Generic[P]):
     """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any
     thread.
 
-    A second thread that asks for messages meanwhile gets ConsumerBusy: see docs/groups.md, "Threads".
+    A second thread that asks for messages at the same time gets ConsumerBusy: see docs/groups.md, "Threads".
 
     `P` is what the user calls a partition: see `Consumer` and `TopicsConsumer`, and `partitions.py`."""
 
@@ -104,7 +104,7 @@ class BaseConsumer(ABC, Generic[P]):
         until:            "end": stop where the topic ends now, instead of waiting for more.
         assignor:         "sticky" (fair shares, fewest moves), "range", "round-robin", or the name of an entry point
                           pxrs.assignors. All members of a group must have the same.
-        lease_ttl:        how long after its last renewal of its lease a member counts as dead (10 s).
+        lease_ttl:        how long after the last renewal of its lease a member counts as dead (10 s).
         handover_timeout: how long finishing what is in hand here may delay a hand-over to another member (30 s).
         progress_timeout: how long one message may take before the member gives up its partitions (300 s).
         commit_interval:  how often checkpoints are written (1 s).
@@ -114,10 +114,10 @@ class BaseConsumer(ABC, Generic[P]):
         on_error:         what `run` does when a handler raises: "pause" its partition, "retry" it up to `retries_max`
                           times with pauses that double from `retry_pause` and then pause, send it to the topic
                           `dead_letters` ("dead-letter"; if that fails, pause), or "raise".
-        on_assigned:      called with the partitions that come, before their first message is handed out: a mapping of
+        on_assigned:      called with newly owned partitions before their first message is handed out: a mapping of
                           each partition to the offset at which reading begins there. This is the group's checkpoint;
                           for a partition that was to move to another member and stays after all, it is `position`.
-        on_revoked:       called with the partitions that go, before they are released, also by `close`. `position` and
+        on_revoked:       called with partitions that are about to be released, also by `close`. `position` and
                           `committed` still have them.
         on_lost:          called with the partitions that were taken away, or given up with messages in hand, when that
                           is known. All three are called on another thread, and should be quick.
@@ -193,8 +193,8 @@ class BaseConsumer(ABC, Generic[P]):
         return loops.messages(self._hand_out, self)
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
-        """Up to `max_messages` messages of one partition; none if the time is up, or after `stop`. They are done when
-        this thread calls again.
+        """Up to `max_messages` messages of one partition; none after the timeout, or after `stop`. They count as done
+        when this thread calls again.
 
         Until then, or until `commit`, other threads that ask for messages get ConsumerBusy; with ack="manual" threads
         may take turns. See docs/groups.md, "Threads"."""
@@ -238,13 +238,13 @@ class BaseConsumer(ABC, Generic[P]):
             reading.is_over = True
 
     def stop(self) -> None:
-        """Hand out nothing more, for good. From any thread, in a callback, and in the handler of a signal; a second
-        call does nothing.
+        """Hand out no more messages, permanently. May be called from any thread, in a callback and in a signal handler;
+        a second call has no effect.
 
-        Loops end normally when they ask for the next message: their last message is done, because it was asked for.
+        Loops end normally when they ask for the next message: their last message then counts as done.
         `poll` returns at once, with an empty list; what the call before returned is done. `run` returns when the
         running handlers have returned. Calls that begin later end at once too. The consumer stays a member of its group
-        and owns its partitions until `close`: call that, or `commit`, next. To read again, make another consumer."""
+        and owns its partitions until `close`: call that, or `commit`, next. To read again, open another consumer."""
         self._lifetime.check_process()
         self._lifetime.is_stopped = True
         # Only the main thread runs the handlers of signals, and may hold any lock when one interrupts it.
@@ -261,18 +261,19 @@ class BaseConsumer(ABC, Generic[P]):
     # What is done.
 
     def ack(self, message: Message) -> None:
-        """Count this message as done. In any order; the checkpoint is the first offset that is not acknowledged. Raises
-        PartitionLost."""
+        """Count this message as done. The order does not matter: the checkpoint is the first offset that is not
+        acknowledged. Raises PartitionLost."""
         self._lifetime.check_process()
         self._settling.ack(message)
 
     def commit(self) -> None:
         """Write the checkpoints now; all that was handed out counts as done unless `ack` is "manual".
 
-        From any thread, and then every thread may read again. But in a callback, in a handler of `run`, and while
-        another thread is in a loop or in `poll`, what is in hand stays undone: only that thread can tell. Ends within
-        the registry's `timeout`, callbacks aside. Raises PartitionLost if some of it is owned by others now, when the
-        rest is written; CommitUnknown if it may have been written; GroupUnavailable if it was not."""
+        May be called from any thread; afterwards every thread may read. But in a callback, in a handler of `run`, and
+        while another thread is in a loop or in `poll`, messages in hand do not count as done: only that thread knows
+        whether they are. Ends within the registry's `timeout`, callbacks aside. Raises PartitionLost if other members
+        own some of the partitions now, after the other checkpoints were written; CommitUnknown if the checkpoints may
+        have been written; GroupUnavailable if they were not."""
         is_callback = self._events.is_in_callback
         if not is_callback:
             self._lifetime.check_usable()
@@ -285,12 +286,13 @@ class BaseConsumer(ABC, Generic[P]):
         return self._settling.partitions_in_hand()
 
     def enlist_in(self, transaction: QueueTransaction) -> None:
-        """Let a transaction decide about what was handed out so far: it is done when the transaction is committed, and
-        handed out again if the transaction is rolled back. What is handed out later is not part of it."""
+        """Let a transaction decide about the messages handed out so far: they are done when the transaction is
+        committed, and handed out again if it is rolled back. Messages that are handed out later are not part of it."""
         self._lifetime.check_usable()
         self._settling.check_possible(Event.CHECKPOINT)
         if self._events.is_in_callback:
-            raise InvalidGroup("a checkpoint in a transaction is for the thread that reads, not for a callback")
+            raise InvalidGroup("a checkpoint in a transaction can be written only by the thread that reads, not in a "
+                               "callback")
         self._settling.hold(transaction)
 
     def commit_with(self, write: CommitMore) -> dict[str, int]:
@@ -298,7 +300,8 @@ class BaseConsumer(ABC, Generic[P]):
         self._lifetime.check_usable()
         self._settling.check_possible(Event.CHECKPOINT)
         if self._events.is_in_callback:
-            raise InvalidGroup("a checkpoint in a transaction is for the thread that reads, not for a callback")
+            raise InvalidGroup("a checkpoint in a transaction can be written only by the thread that reads, not in a "
+                               "callback")
         return self._settling.commit_with(write)
 
     # The owned partitions. These may be called from any thread, also in callbacks; they make no call of the registry
@@ -306,8 +309,8 @@ class BaseConsumer(ABC, Generic[P]):
 
     @property
     def assignment(self) -> list[P]:
-        """The partitions that this consumer owns and hands out, in rising order; also those that are paused. One that
-        is being handed over to another member is not here any more."""
+        """The partitions that this consumer owns and hands out, in rising order; also those that are paused. A
+        partition that is being handed over to another member is no longer included."""
         self._lifetime.check_process()
         return self._names.named(lane.partition for lane in self._lanes.owned() if not lane.is_stopping)
 
@@ -317,7 +320,7 @@ class BaseConsumer(ABC, Generic[P]):
 
     @property
     def position(self) -> dict[P, int]:
-        """The offset from which the next message will be handed out, by partition. A copy of this moment.
+        """The offset from which the next message will be handed out, by partition: a copy, as of now.
 
         It has the partitions of `assignment`, and those that are being handed over until they are released, so that
         `on_revoked` finds them here."""
@@ -326,8 +329,8 @@ class BaseConsumer(ABC, Generic[P]):
 
     @property
     def committed(self) -> dict[P, int]:
-        """The last checkpoint that is known to be written, by partition: the offset at which another member would go
-        on. It has the partitions of `position`.
+        """The last checkpoint that is known to be written, by partition: the offset at which another member would
+        continue. It has the partitions of `position`.
 
         After a `seek` back it is larger than `position`. If the reply to a commit was lost it may be older than what is
         in the registry, until the next commit."""
@@ -339,12 +342,12 @@ class BaseConsumer(ABC, Generic[P]):
     @property
     def lag(self) -> dict[P, int]:
         """How many messages are not done yet, by partition: those in hand, and those up to the end of the topic. It has
-        the partitions of `position`. What `describe` shows is larger by what is done and not committed yet.
+        the partitions of `position`. `describe` also counts messages that are done and not committed yet.
 
-        Reads the ends of the partitions, which is cheap for a topic; for a table in a database it takes two queries. Of
-        a source with gaps, such as a table, it is an upper bound: ids that are not there, and those of other
-        partitions, are counted too, and so are rows that can be seen and are not final yet. Raises what the source
-        raises, such as TopicDeleted."""
+        Reads the ends of the partitions, which is cheap for a topic; for a table in a database it takes two queries.
+        For a source with gaps, such as a table, it is an upper bound: missing ids and those of other partitions are
+        counted too, and so are visible rows that are not final yet. Raises what the source raises, such as
+        TopicDeleted."""
         self._lifetime.check_process()
         done = [(lane.partition, lane.done) for lane in self._lanes.owned()]
         extents = self._source.extents() if done else []
@@ -368,7 +371,8 @@ class BaseConsumer(ABC, Generic[P]):
 
     @property
     def problem(self) -> str | None:
-        """What holds up the member, which goes on trying: an outage of the registry, a full disk. None if nothing."""
+        """What keeps the member from working now, such as an outage of the registry or a full disk; it keeps trying.
+        None if nothing does."""
         return self._member.session.problem
 
     # Which messages come next.
@@ -390,7 +394,7 @@ class BaseConsumer(ABC, Generic[P]):
         self._changes.announce()
 
     def seek(self, partition: P, offset: int) -> None:
-        """Hand out this partition from this offset on. The checkpoint does not go back by it: reset the group for that.
+        """Continue this partition at this offset. The checkpoint does not move back: reset the group for that.
 
         Raises OffsetOutOfRange, and PartitionNotAssigned if this consumer does not own the partition."""
         self._lifetime.check_process()
@@ -412,12 +416,12 @@ class BaseConsumer(ABC, Generic[P]):
     # The end.
 
     def close(self) -> None:
-        """Write the checkpoints, release the partitions, leave the group. A message in hand is not done.
+        """Write the checkpoints, release the partitions, leave the group. A message in hand does not count as done.
 
         Ends within the registry's `timeout`, callbacks aside. Raises PartitionLost, CommitUnknown or GroupUnavailable
-        if what is done could not be written, and what has ended this consumer before, such as an error of a callback,
-        if no other call has raised it; the consumer is closed all the same. May be called again, from any thread: each
-        call returns when it is over. In a callback it is only begun."""
+        if checkpoints could not be written, and the error that ended this consumer earlier, such as an error of a
+        callback, if no other call has raised it; the consumer is closed in any case. May be called again, from any
+        thread: each call returns when the consumer is closed. A call in a callback only starts to close it."""
         if self._lifetime.is_forked:
             return
         self._lifetime.is_closed = True
@@ -437,7 +441,8 @@ class BaseConsumer(ABC, Generic[P]):
             return
         name, self._lifetime.is_closed = repr(self), True
         dropped.apart(_leave, self._member, self.hub)
-        dropped.warn(name, "its member leaves the group; what was in hand is not done, and goes to others", self)
+        dropped.warn(name, "its member leaves the group; messages in hand are not done, and other members handle them "
+                           "again", self)
 
     def __enter__(self) -> Self:
         return self

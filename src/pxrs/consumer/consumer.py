@@ -21,7 +21,7 @@ class Consumer(BaseConsumer[int]):
     @classmethod
     def _names_of(cls, source: Source) -> PartitionNames[int]:
         if isinstance(source, JoinedSource):
-            raise InvalidGroup("a Consumer reads one topic; make a TopicsConsumer to read several")
+            raise InvalidGroup("a Consumer reads one topic; use a TopicsConsumer to read several")
         return Numbers(source.name, source.partitions)
 
 
@@ -35,5 +35,5 @@ class TopicsConsumer(BaseConsumer[TopicPartition]):
     @classmethod
     def _names_of(cls, source: Source) -> PartitionNames[TopicPartition]:
         if not isinstance(source, JoinedSource):
-            raise InvalidGroup("a TopicsConsumer reads a JoinedSource; make a Consumer to read one topic by itself")
+            raise InvalidGroup("a TopicsConsumer reads a JoinedSource; use a Consumer to read one topic")
         return TopicPartitions(source)

@@ -49,8 +49,8 @@ def check_other_topic(sources: Iterable[Read], dead_letters_id: str) -> None:
     for source in sources:
         if source.id == dead_letters_id:
             raise InvalidGroup(
-                f"dead_letters is the topic {source.name} itself, which is read: each message that fails would be read "
-                "again as a new one, and fail again, without end. Create another topic for them"
+                f"dead_letters is the topic {source.name}, which this consumer reads: each failed message would be "
+                "read again and fail again, endlessly. Use another topic for dead letters"
             )
 
 
@@ -78,7 +78,7 @@ class DeadLetterTopic:
         try:
             failed.close()
         except Exception as error:  # noqa: BLE001 - it is the failure that `send` has raised, or one that followed it
-            _logger.debug("closing the producer of dead letters: %s", error)
+            _logger.debug("closing the producer of dead letters failed: %s", error)
 
     def close(self) -> None:
         """Close the producer if one is open: its thread would go on otherwise. A later call opens another one.

@@ -28,7 +28,7 @@ class Lifetime:
     def check_process(self) -> None:
         """Raise UsedAfterFork in a forked child."""
         if os.getpid() != self._pid:
-            raise UsedAfterFork(f"the consumer of {self._topic} was made before a fork: make one in the child")
+            raise UsedAfterFork(f"the consumer of {self._topic} was created before a fork: create one in the child")
 
     def check_usable(self) -> None:
         """Raise UsedAfterFork in a forked child, and Closed after `close`."""

@@ -82,7 +82,7 @@ class TopicPartitions(PartitionNames[TopicPartition]):
     def checked(self, given: object) -> int:
         if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str):
             raise InvalidGroup(
-                f"{arguments.shown(given)} is no partition of several topics: give a TopicPartition, such as "
+                f"{arguments.shown(given)} is not a partition of several topics: give a TopicPartition, such as "
                 f"{self._places[0]!r}"
             )
         topic, partition = given

@@ -263,7 +263,7 @@ class ReadAhead:
         try:
             threading.Thread(target=self._fill, name=f"pxrs-read-ahead-{self._group}", daemon=True).start()
         except RuntimeError as error:  # the process has too many threads: `fetch` reads without this one
-            _logger.debug("group %s: no thread for reading ahead: %s", self._group, error)
+            _logger.debug("group %s: no thread for reading ahead could be started: %s", self._group, error)
             with self._lanes.lock:
                 self._is_filling = False
 
@@ -347,9 +347,9 @@ class ReadAhead:
             raise error
         if not self._skips_trimmed:
             raise CheckpointOutOfRange(
-                f"group {self._group} is at offset {position} of {self._place_of(lane)}, and retention "
-                f"has removed what is before {error.first_offset}; reset the group, or consume with "
-                "on_trimmed='skip' to accept the loss"
+                f"group {self._group} is at offset {position} of {self._place_of(lane)}, but retention has removed the "
+                f"messages before {error.first_offset}; reset the group, or consume with on_trimmed='skip' to accept "
+                "the loss"
             ) from error
         with self._lanes.lock:
             if lane.position != position or lane.is_stopping:
@@ -363,6 +363,6 @@ class ReadAhead:
 
     def _beyond_end(self, lane: Lane, position: int, end: int) -> CheckpointOutOfRange:
         return CheckpointOutOfRange(
-            f"group {self._group} is at offset {position} of {self._place_of(lane)}, which ends at "
-            f"{end}; is this the same log? Reset the group if it is"
+            f"group {self._group} is at offset {position} of {self._place_of(lane)}, which ends at {end}: check that "
+            "this is the right log; if it is, reset the group"
         )

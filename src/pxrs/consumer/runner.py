@@ -66,9 +66,9 @@ class ErrorPolicy:
         if self.on_error not in ON_ERROR:
             raise InvalidGroup(f"on_error is {self.on_error!r}; choose from {', '.join(ON_ERROR)}")
         if self.on_error == "dead-letter" and self.dead_letters is None:
-            raise InvalidGroup("on_error='dead-letter' needs dead_letters=TOPIC, the topic that they are sent to")
+            raise InvalidGroup("on_error='dead-letter' needs dead_letters=TOPIC, the topic for dead letters")
         if self.retries_max < 1 or self.retry_pause_s < 0:
-            raise InvalidGroup("retries_max is at least 1, and retry_pause_s not negative")
+            raise InvalidGroup("retries_max must be at least 1, and retry_pause must not be negative")
 
 
 class Runner:
@@ -229,11 +229,12 @@ class Runner:
             case "dead-letter":
                 if not self._is_owned(lane):  # the next owner handles the message, or sends it to the dead letters
                     self._log_failure(
-                        logging.WARNING, message, error, failure, "the partition is another member's by now"
+                        logging.WARNING, message, error, failure, "the partition now belongs to another member"
                     )
                     failed("released")
                     return False
-                self._log_failure(logging.WARNING, message, error, failure, "the message goes to the dead letters")
+                self._log_failure(logging.WARNING, message, error, failure, "sending the message to the dead-letter "
+                                                                            "topic")
                 second = self._send_dead_letter(message, failure)
                 if second is None:
                     self._report("message.dead_lettered", lane, message, failure)

@@ -114,7 +114,7 @@ class Settling:
         mode = self.mode
         found = TRANSITIONS[mode].get(event)
         if found is None:
-            refusal = REFUSALS.get(event, f"{event.value} is not possible while `{mode.value}` is under way")
+            refusal = REFUSALS.get(event, f"{event.value} is not possible while `{mode.value}` is running")
             raise InvalidGroup(HELD_REFUSAL if mode is Mode.HELD else refusal)
         if found.mode is not mode:  # an event of another thread, which leaves the mode, must not undo what `end` writes
             self.mode = found.mode
@@ -161,7 +161,7 @@ class Settling:
             raise ConsumerBusy(
                 self._group,
                 reading.thread.name,
-                f"is in {reading.what}: its iterator is for that thread alone; with ack='manual' threads take turns",
+                f"is in {reading.what}: only that thread may use its iterator; with ack='manual' threads take turns",
             )
         reading.thread = me
 
@@ -252,7 +252,7 @@ class Settling:
             if _ACK not in TRANSITIONS[self.mode]:  # `check_possible` in line: this is called for each message
                 raise InvalidGroup(REFUSALS[_ACK])
             if not isinstance(message, Message):
-                raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
+                raise InvalidGroup(f"{arguments.shown(message)} is not a message that this consumer handed out")
             if self._numbers is None:
                 lane = self._lane_of(message.partition)
             else:
@@ -314,11 +314,11 @@ class Settling:
         self.check_possible(Event.CHECKPOINT)
         if self.transaction is not transaction:
             if self.is_held():
-                raise InvalidGroup("another transaction that is still open has the checkpoint of what was handed out")
+                raise InvalidGroup("another open transaction has the checkpoint of the messages that were handed out")
             if self.committed_by is not None:
                 raise InvalidGroup(
-                    f"what was handed out is done: transaction {self.committed_by}, whose reply was lost, was "
-                    "committed; read on"
+                    f"the messages that were handed out are done: transaction {self.committed_by}, whose reply was "
+                    "lost, was committed; continue to read"
                 )
         with self._lanes.lock:
             self._readings.check_alone(threading.current_thread())  # only the thread that reads knows what is done

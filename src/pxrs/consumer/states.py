@@ -122,15 +122,15 @@ TRANSITIONS: Final[Mapping[Mode, Mapping[Event, Transition]]] = MappingProxyType
     }
 )
 HELD_REFUSAL: Final = (
-    "a transaction has the checkpoint of what was handed out: commit that transaction, or roll it back"
+    "an open transaction has the checkpoint of the messages that were handed out: commit it or roll it back first"
 )
 REFUSALS: Final[Mapping[Event, str]] = MappingProxyType(
     {
-        Event.ACK: "ack is for a consumer with ack='manual'; a transaction acknowledges by its COMMIT",
-        Event.RUN: "run counts a message as done when its handler returns: ack='manual' is not for it",
-        Event.SQL: 'a transaction acknowledges by its COMMIT: use ack="auto", and one loop at a time',
+        Event.ACK: "ack needs a consumer with ack='manual'; in a transaction, its COMMIT acknowledges",
+        Event.RUN: "run counts a message as done when its handler returns, so it does not work with ack='manual'",
+        Event.SQL: 'in a transaction, its COMMIT acknowledges: use ack="auto", and one loop at a time',
         Event.CHECKPOINT: (
-            "a checkpoint in a transaction counts what was handed out: read by a loop or `poll`, with ack='auto'"
+            "a checkpoint in a transaction covers what was handed out: read with a loop or `poll`, and ack='auto'"
         ),
     }
 )

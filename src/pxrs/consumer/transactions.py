@@ -84,10 +84,10 @@ def transactions(
 ) -> Transactions:
     """Batches of one partition each, with a connection whose transaction also writes the checkpoint.
 
-    The engine must be of the very database that the registry is in: PostgreSQL or SQLite. Each transaction is committed
-    when the next batch is asked for. To undo a batch, raise; leaving the loop by `break` undoes it too. In the body,
-    commit and roll back nothing but savepoints. Raises InvalidGroup if the engine is another database's, or commits by
-    itself.
+    The engine must be one for the database that the registry is in: PostgreSQL or SQLite. Each transaction is committed
+    when the next batch is asked for. To undo a batch, raise an exception; leaving the loop by `break` undoes it too. In
+    the body, commit and roll back nothing but savepoints. Raises InvalidGroup if the engine is for another database, or
+    commits by itself.
 
     consumer: is referred to by the loop, because a consumer that nobody refers to leaves its group."""
     max_messages = arguments.whole(InvalidGroup, "max_messages", max_messages, 1)
@@ -253,14 +253,15 @@ class _Loop:
         entry = self.registry.get(key)
         if entry is None:
             return False
-        mismatch = f"the engine {self.engine.url!r} does not lead to the tables of the registry {self.registry.url}"
+        mismatch = f"the engine {self.engine.url!r} does not access the tables of the registry {self.registry.url}"
         with self.engine.connect() as connection:
             borrowed = BorrowedConnection(connection, self.borrowable)
             try:
                 if not self.begin(borrowed):
                     return False
                 if not borrowed.is_sqlite and borrowed.is_autocommit():
-                    raise InvalidGroup(f"the engine {self.engine.url!r} is in AUTOCOMMIT mode")
+                    raise InvalidGroup(f"the engine {self.engine.url!r} is in AUTOCOMMIT mode: use one with "
+                                       "transactions")
                 version = borrowed.lock(key)
             except DriverError as error:
                 if borrowed.fault_of(error) is Fault.MISSING:
@@ -387,14 +388,17 @@ class _Taken:
     def _check_body(self) -> None:
         """Raise InvalidGroup if the user's code has ended the transaction, or has called `ack` or `seek`."""
         if self._transaction is None or not self._transaction.is_active:
-            raise InvalidGroup("the body has ended the transaction: leave that to the loop, and raise to undo a batch")
+            raise InvalidGroup("the loop body has ended the transaction: only the loop may do that; raise an exception "
+                               "to undo a batch")
         lane = self._lane
         if not lane.is_lost and (lane.done != self._start or lane.position != self._end):
-            raise InvalidGroup("`ack` or `seek` was called in the body of a transaction: its COMMIT acknowledges")
+            raise InvalidGroup("`ack` or `seek` was called in the body of a transaction: the COMMIT acknowledges the "
+                               "batch")
 
     def _refuse_commit(self) -> None:
         if not self._may_commit:
-            raise InvalidGroup("commit was called in the body: the loop commits when the next batch is asked for")
+            raise InvalidGroup("commit was called in the loop body: the loop commits when it is asked for the next "
+                               "batch")
 
     def _is_worth_another_try(self, error: DriverError) -> bool:
         """Whether the database aborted the transaction in favour of another one, or its outcome is not known."""

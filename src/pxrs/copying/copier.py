@@ -78,8 +78,8 @@ class Copier:
         if entry is None:
             if not may_add and any(each.end for each in self._target.bounds(self._numbers).values()):
                 raise CopyFailed(
-                    f"{self._target.name} has or had messages, and no copy of {names} is on record: all messages of "
-                    "the source would be added. Copy into another topic, or say that they are to be added: "
+                    f"{self._target.name} has or had messages, and no copy of {names} is recorded: all messages of the "
+                    "source would be appended. Copy into another topic, or confirm that they are to be appended: "
                     "append=True, --append"
                 )
             found = starts()
@@ -90,8 +90,8 @@ class Copier:
         record = CopyRecord.load(entry.key, entry.value)
         if begins is not None and begins != record.begins:
             raise InvalidArgument(
-                f"the copy of {names} has begun at {record.begins or 'the first message'}, and goes on where it is; "
-                f"{begins} was given: leave that out, or copy into another topic"
+                f"the copy of {names} began at {record.begins or 'the first message'} and continues where it stopped; "
+                f"it cannot begin at {begins}: omit that, or copy into another topic"
             )
         self._check_source(record)
         self._check_target(record)
@@ -105,9 +105,9 @@ class Copier:
             try:
                 found = mark_before(self._source, number, position)
             except OffsetOutOfRange as error:
-                raise self._is_another(f"{error}, and messages up to {position} were copied") from error
+                raise self._is_another(f"{error}, but messages up to {position} were copied") from error
             if found and mark and found != mark:
-                raise self._is_another(f"{self._source.name}/{number} has another message at offset {position - 1}")
+                raise self._is_another(f"{self._source.name}/{number} has a different message at offset {position - 1}")
 
     def _check_target(self, record: CopyRecord) -> None:
         """Raise CopyFailed if the target lacks what was stored: an older copy of its directory has taken its place,
@@ -115,15 +115,15 @@ class Copier:
         for number, bounds in self._target.bounds(record.stored).items():
             if bounds.end < record.stored[number]:
                 raise CopyFailed(
-                    f"{self._target.name}/{number} ends at offset {bounds.end}, and has ended at "
-                    f"{record.stored[number]} when {self._source.name} was copied: the target is perhaps an older copy "
-                    "of itself, and lacks messages that count as copied. Copy into another topic"
+                    f"{self._target.name}/{number} ends at offset {bounds.end}, but ended at {record.stored[number]} "
+                    f"when {self._source.name} was copied: the target may have been restored from an older copy, and "
+                    "lacks messages that are recorded as copied. Copy into another topic"
                 )
 
     def _is_another(self, why: str) -> CopyFailed:
         return CopyFailed(
-            f"{why}: this is not the {self._source.name} that was copied into {self._target.name}, perhaps an older "
-            "copy of it that was put in its place. What differs is not known: copy into another topic"
+            f"{why}: this is not the {self._source.name} that was copied into {self._target.name}; it may have been "
+            "restored from an older copy. The differences are unknown: copy into another topic"
         )
 
     @property
@@ -160,10 +160,10 @@ class Copier:
         except OffsetTrimmed as error:
             raise CopyFailed(
                 f"{error}: retention has removed messages of {self._source.name} before they were copied. Give the "
-                "source a longer retention with `pxrs topic alter`, and copy what is left into another topic"
+                "source a longer retention with `pxrs topic alter`, and copy the remaining messages into another topic"
             ) from error
         if found.end == start:
-            raise self._is_another(f"{self._source.name}/{partition} ends at offset {start}, and has ended at {end}")
+            raise self._is_another(f"{self._source.name}/{partition} ends at offset {start}, but ended at {end}")
         return found
 
     def _send_again(self, record: CopyRecord) -> CopyRecord:
@@ -175,13 +175,13 @@ class Copier:
             found = rows_between(self._source, piece.partition, start, piece.end)
         except OffsetTrimmed as error:
             raise CopyFailed(
-                f"{error}: retention has removed messages that were being copied when the copy was cut short, so it is "
-                f"not known which of them are in {self._target.name}: copy what is left into another topic"
+                f"{error}: retention has removed messages that were being copied when the copy was interrupted, so it "
+                f"is unknown which of them are in {self._target.name}: copy the remaining ones into another topic"
             ) from error
         except OffsetOutOfRange as error:
-            raise self._is_another(f"{error}, and messages up to {piece.end} were being copied") from error
+            raise self._is_another(f"{error}, but messages up to {piece.end} were being copied") from error
         if mark_of(found.rows[-1]) != piece.mark:
-            raise self._is_another(f"{self._source.name}/{piece.partition} has another message before {piece.end}")
+            raise self._is_another(f"{self._source.name}/{piece.partition} has a different message before {piece.end}")
         self._send(record, split(self._source, self._target, piece.partition, found))
         self._progress(piece.end - start)
         return record.done(self._stored(piece.since))
@@ -214,8 +214,8 @@ class Copier:
             if (ABSENT if entry is None else entry.version) != self._version:
                 break
         raise CopyFailed(
-            f"another process copies {self._source.name} into {self._target.name}, or has written {self._key}: let it "
-            "finish, or stop it, and copy again"
+            f"another process is copying {self._source.name} into {self._target.name}, or has written {self._key}: let "
+            "it finish, or stop it, and copy again"
         )
 
     def _send(self, record: CopyRecord, parts: Sequence[tuple[int, pa.RecordBatch]]) -> None:
@@ -253,9 +253,9 @@ class Copier:
         """Raise CopyFailed if the batch is taken for one that was stored before its piece was recorded."""
         if outcome.is_duplicate and append.since is not None and outcome.offset < append.since:
             raise CopyFailed(
-                f"{self._target.name}/{append.partition} has had a piece {record.number} of this copy before it was "
-                f"recorded: {self._key} is older than the target, as after a restoration of the registry alone. Which "
-                "messages were copied is not known: copy into another topic"
+                f"{self._target.name}/{append.partition} already has piece {record.number} of this copy, which is not "
+                f"recorded: {self._key} is older than the target, as if only the registry had been restored. It is "
+                "unknown which messages were copied: copy into another topic"
             )
 
     def _checked(self, outcome: NotStored | MaybeStored) -> Exception:
@@ -263,9 +263,9 @@ class Copier:
         error = outcome.error
         if isinstance(error, UnknownProducer):
             raise CopyFailed(
-                f"{error}. If another process copies the same topics, let it finish. Otherwise the copy was cut short "
-                f"long ago, and retention has removed from {self._target.name} what would tell whether its last "
-                "messages are there: copy into another topic"
+                f"{error}. If another process copies the same topics, let it finish. Otherwise the copy was "
+                f"interrupted long ago, and retention has removed from {self._target.name} what would show whether "
+                "its last messages were stored: copy into another topic"
             ) from error
         if isinstance(outcome, NotStored) and not isinstance(error, AppendFailed):
             raise error

@@ -102,7 +102,7 @@ class CopyRecord:
             stored = _ends(found.pop("stored"))
             return cls(**found, positions=positions, marks=marks, piece=piece, stored=stored)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RegistryCorrupt(key, f"it is no record of a copy: {error!r}") from error
+            raise RegistryCorrupt(key, f"it is not the record of a copy: {error!r}") from error
 
 
 def _ends(found: dict[str, object]) -> dict[int, int]:

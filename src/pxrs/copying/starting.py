@@ -43,7 +43,7 @@ def _checked(name: str, place: Place) -> Place:
         return None
     if isinstance(place, datetime):
         if place.tzinfo is None:
-            raise InvalidArgument(f"{name} is {place}: give the time a time zone, such as tzinfo=UTC")
+            raise InvalidArgument(f"{name} is {place}, which has no time zone: add one, such as tzinfo=UTC")
         return place
     return arguments.whole(InvalidArgument, name, place, 0)
 

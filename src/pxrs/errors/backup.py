@@ -6,14 +6,14 @@ from pxrs.errors.general import PxrsError
 
 
 class BackupError(PxrsError):
-    """A backup could not be made or restored. The base of the errors of this kind."""
+    """The base of every error of backups: a backup could not be made or restored."""
 
     code = "backup"
 
 
 class BackupDamaged(BackupError):
-    """A file of a backup is missing, or is not what the backup's manifest says; `file` names it. Nothing was restored.
-    Use another backup, or make a new one: a backup into the same target copies the file again once it is removed."""
+    """A file of a backup is missing, or does not match the backup's manifest; `file` names it. Nothing was restored.
+    Use another backup; or remove the file and back up into the same target again, which copies it again."""
 
     code = "backup.damaged"
 
@@ -23,28 +23,29 @@ class BackupDamaged(BackupError):
 
 
 class BackupIncomplete(BackupError):
-    """A folder has no manifest of a backup: it is none, or the backup was interrupted. Run `pxrs backup` again: it
+    """A folder has no backup manifest: it is not a backup, or the backup was interrupted. Run `pxrs backup` again: it
     copies only what is still missing."""
 
     code = "backup.incomplete"
 
 
 class RestoreRefused(BackupError):
-    """A backup is restored only into an empty directory and an empty registry. Nothing was written."""
+    """The target of a restore is not empty. A backup is restored only into an empty directory and an empty registry.
+    Nothing was written."""
 
     code = "backup.restore-refused"
 
 
 class RestoreInterrupted(BackupError):
-    """A backup was being restored into this directory, and the process that did it has not finished, so messages,
-    groups or items of queues may be missing. If `pxrs restore` is still running, wait for it; otherwise remove the
-    directory and the keys that are in its registry, and restore again."""
+    """The restore of a backup into this directory has not finished, so messages, groups or queue items may be missing.
+    If `pxrs restore` is still running, wait for it; otherwise remove the directory and the keys in its registry, and
+    restore again."""
 
     code = "backup.restore-interrupted"
 
     def __init__(self, directory: str, registry: str) -> None:
         self.directory, self.registry = directory, registry
         super().__init__(
-            f"the restoration of a backup into {directory} is not finished: if `pxrs restore` is not running any more, "
+            f"the restore of a backup into {directory} has not finished: if `pxrs restore` is no longer running, "
             f"remove the directory and the keys in the registry {registry}, and restore the backup again"
         )

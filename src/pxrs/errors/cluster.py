@@ -13,8 +13,8 @@ class ClusterError(PxrsError):
 
 
 class NodeUnreachable(ClusterError):
-    """A storage node did not answer, or refused for a reason of its own. A broker goes on with the other nodes and
-    replaces this one; look at the node if it does not come back."""
+    """A storage node did not answer, or refused the request. A broker continues with the other nodes and replaces this
+    one; check the node if it does not come back."""
 
     code = "cluster.node-unreachable"
 
@@ -24,27 +24,27 @@ class NodeUnreachable(ClusterError):
 
 
 class WrongNode(NodeUnreachable):
-    """Another storage node answers at the address: the node that was asked for has moved, or was started on an empty or
-    older disk and is a new node now. Nothing was stored or read. `found` is the node that answers."""
+    """Another storage node answers at the address: the expected node has moved, or was started with an empty or older
+    disk and is now a new node. Nothing was stored or read. `found` is the node that answers."""
 
     code = "cluster.wrong-node"
 
     def __init__(self, node: str, found: str) -> None:
         self.found = found
-        super().__init__(node, f"the node {found} answers at its address")
+        super().__init__(node, f"another node, {found}, answers at its address")
 
 
 class NodeFull(NodeUnreachable):
-    """The storage node takes no more entries, because its disk is full or failed. Nothing was stored on it. Free space
-    on the node, or add another node."""
+    """The storage node accepts no more entries, because its disk is full or failed. Nothing was stored on it. Free
+    space on the node, or add another node."""
 
     code = "cluster.node-full"
 
 
 class LedgerRemoved(NodeUnreachable):
-    """The storage node has removed this ledger as garbage, or may have lost a part of it with its disk, and takes no
+    """The storage node has removed this ledger as garbage, or may have lost a part of it with its disk, and accepts no
     more entries from the ledger's writer. The writer replaces the node in this ledger, as after any failure of the
-    node, and does not count on what the node has acknowledged."""
+    node, and ignores the node's earlier acknowledgements."""
 
     code = "cluster.ledger-removed"
 
@@ -54,9 +54,9 @@ class LedgerRemoved(NodeUnreachable):
 
 
 class LedgerFenced(ClusterError):
-    """Another broker recovers this ledger, or has recovered it: nothing more may be added under the number that the
-    caller has. A writer stops at once. It is never a failure of the node (C1). `recovery` is the number by which the
-    node is fenced."""
+    """Another broker is recovering this ledger or has recovered it, so the node refuses entries with the recovery
+    number of the caller. A writer stops at once. This error never means that the node has failed (C1). `recovery` is
+    the recovery number that fences the ledger."""
 
     code = "cluster.ledger-fenced"
 
@@ -66,19 +66,19 @@ class LedgerFenced(ClusterError):
 
 
 class EntryDiffers(ClusterError):
-    """A storage node has another entry under this number of this ledger. Nothing was stored. It cannot happen unless a
-    disk or a program is damaged: report it, with the ledger and the entry."""
+    """A storage node already has a different entry with this number in this ledger. Nothing was stored. This points to
+    a damaged disk or a bug: report it, with the ledger and the entry."""
 
     code = "cluster.entry-differs"
 
     def __init__(self, ledger: str, entry: int) -> None:
         self.ledger, self.entry = ledger, entry
-        super().__init__(f"entry {entry} of ledger {ledger} is there already, with other bytes")
+        super().__init__(f"entry {entry} of ledger {ledger} is already stored with different bytes")
 
 
 class LedgerDamaged(ClusterError, ReadFailed):
-    """Entries that were acknowledged cannot be read from any of their storage nodes. Nothing is skipped. Bring the
-    nodes back; if they will never return, see docs/cluster.md on going on without them."""
+    """Acknowledged entries cannot be read from any of their storage nodes. Nothing is skipped. Bring the nodes back; if
+    they will never return, docs/cluster.md says how to continue without them."""
 
     code = "cluster.ledger-damaged"
 
@@ -89,7 +89,7 @@ class LedgerDamaged(ClusterError, ReadFailed):
 
 class PartitionUnavailable(ClusterError, AppendFailed, ReadFailed):
     """No broker can serve the partition at the moment: it is being recovered, or too few storage nodes answer. Nothing
-    was stored. Try again; `why` says what is missing."""
+    was stored. Try again; `why` gives the reason."""
 
     code = "cluster.partition-unavailable"
 
@@ -99,15 +99,16 @@ class PartitionUnavailable(ClusterError, AppendFailed, ReadFailed):
 
 
 class NotEnoughNodes(ClusterError):
-    """Fewer storage nodes accept entries than an entry needs to be acknowledged. Start more storage nodes, or choose
-    smaller quorums for a new topic. `needed` of the `ensemble` must accept entries, and `alive` do."""
+    """Too few storage nodes accept entries for an entry to be acknowledged. Start more storage nodes, or choose smaller
+    quorums for a new topic. `needed` nodes of the `ensemble` must accept entries, and only `alive` do."""
 
     code = "cluster.not-enough-nodes"
 
     def __init__(self, needed: int, alive: int, ensemble: int) -> None:
         self.needed, self.alive, self.ensemble = needed, alive, ensemble
         super().__init__(
-            f"{alive} of {needed} needed storage nodes accept entries ({ensemble} in the ensemble); start more of them"
+            f"{alive} of {needed} needed storage nodes accept entries ({ensemble} in the ensemble); start more storage "
+            "nodes"
         )
 
 
@@ -126,7 +127,7 @@ class NodeFormatUnsupported(ClusterError, InvalidArgument):
 
 
 class InvalidPlacement(ClusterError, InvalidArgument):
-    """A placement is not known, has raised an error, or has returned something else than enough distinct nodes among
-    those it was given. The text says which and what to do."""
+    """A placement function is unknown, raised an error, or did not return enough distinct nodes out of those that it
+    could choose from. The text says which, and what to do."""
 
     code = "cluster.invalid-placement"

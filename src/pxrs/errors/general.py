@@ -16,15 +16,15 @@ class PxrsError(Exception):
     """Names this class in logs, over the wire and for programs in other languages. It never changes, even if the class
     is renamed. Every class has its own."""
     original_code: str | None = None
-    """The code that a newer version has sent and that this version does not know: this object then is of the nearest
-    base that it knows. None otherwise."""
+    """The code of an error that a newer version sent and this version does not know; this object is then of the nearest
+    base class that this version knows. None otherwise."""
 
     def __str__(self) -> str:
         # Not that of KeyError, which shows the text as a Python literal.
         return str(self.args[0]) if len(self.args) == 1 else super().__str__()
 
     def state(self) -> dict[str, object]:
-        """The facts, and the notes that were added on the error's way, by the names of their attributes."""
+        """The attributes of the error, its notes included, by their names."""
         return dict(vars(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -36,22 +36,23 @@ class PxrsError(Exception):
 
 
 class InvalidArgument(PxrsError, ValueError):
-    """An argument is not allowed; the message names it, shows what was given and says what is. Nothing was done.
+    """An argument has an invalid value; the message names it, shows the value and says what is allowed. Nothing was
+    done.
 
-    The base of the errors of this kind that belong to one part: InvalidGroup, InvalidTopic, InvalidQueue and others."""
+    The base of InvalidGroup, InvalidTopic, InvalidQueue and others."""
 
     code = "invalid-argument"
 
 
 class InvalidUrl(InvalidArgument):
-    """An address cannot be understood: unknown scheme, unknown option, a path that is a file. Correct the address."""
+    """An address is invalid: unknown scheme, unknown option, a path that is a file. Correct the address."""
 
     code = "invalid-url"
 
 
 class CannotListen(InvalidArgument):
-    """A server cannot have the address that it is to listen on: another process has the port, or the host has no such
-    address. Stop the other process, or give another address."""
+    """A server cannot listen on its address: another process uses the port, or this host does not have the address.
+    Stop the other process, or choose another address."""
 
     code = "cannot-listen"
 
@@ -83,16 +84,17 @@ class Closed(PxrsError):
 
 
 class UsedAfterFork(PxrsError):
-    """An object made before `fork` was used in the child. Open a new one in the child; the parent's is untouched."""
+    """An object that was opened before `fork` was used in the child. Open a new one in the child; the parent's still
+    works."""
 
     code = "used-after-fork"
 
 
 class NoWritePermission(PxrsError):
-    """This process may read the hub or the registry but not write to it, and the call has to write. Nothing was written
-    there. `path` is the file or folder that it lacks the permission for.
+    """This process may read the hub or the registry but not write to it, and the call has to write. Nothing was
+    written. `path` is the file or folder for which the permission is missing.
 
-    Run the process as a user that has the permission, or give it, for all of the directory; then open the hub again.
+    Run the process as a user with the permission, or grant it for the whole directory; then open the hub again.
     What needs no write permission: docs/log.md, "Reading without write permission"."""
 
     code = "no-write-permission"
@@ -103,22 +105,22 @@ class NoWritePermission(PxrsError):
 
 
 class WrongRegistry(PxrsError):
-    """This process has another registry than the one that its hub belongs to, so it may neither apply `keep_unread`
-    nor read as a member of a group nor change groups or queues there; nothing was done.
+    """This process opened the hub with another registry than the one that the hub belongs to, so it must not apply
+    `keep_unread`, join a group, or change groups or queues. Nothing was done.
 
-    Give the hub's own registry, which `recorded` shows; or, if the hub is to belong to the registry that was given, run
-    `pxrs registry adopt` when no member of a group is left in the old one."""
+    Open the hub with its own registry, which `recorded` shows; or, to make the hub belong to the registry that was
+    given, stop the members of all groups in the old one and run `pxrs registry adopt`."""
 
     code = "wrong-registry"
 
     def __init__(self, place: str, recorded: str, given: str) -> None:
         self.place, self.recorded, self.given = place, recorded, given
         if recorded == given:
-            what = f"the hub {place} belongs to another registry than the one that is at {given} now, which was emptied"
+            what = f"the hub {place} belongs to another registry than the one that is now at {given}, which was emptied"
             what += " or replaced: restore it"
         else:
-            what = f"the hub {place} belongs to the registry {recorded}, and this process has {given}: give it the "
-            what += "former with --registry, PXRS_REGISTRY or pxrs.open(registry=...)"
+            what = f"the hub {place} belongs to the registry {recorded}, but this process uses {given}: pass the "
+            what += "hub's own with --registry, PXRS_REGISTRY or pxrs.open(registry=...)"
         super().__init__(
             f"{what}; to make the hub belong to {given}, run `pxrs registry adopt --at {place} --registry {given}`"
         )
@@ -132,9 +134,9 @@ class RetentionPostponed(PxrsError):
 
 def differing(what: str, differences: Mapping[str, tuple[object, object]]) -> str:
     settings = "; ".join(
-        f"{name} is {there!r}, and {asked!r} was asked for" for name, (there, asked) in differences.items()
+        f"{name} is {there!r}, but {asked!r} was requested" for name, (there, asked) in differences.items()
     )
-    return f"there is a {what} already, with other settings: {settings}"
+    return f"{what} already exists with other settings: {settings}"
 
 
 class RemoteCause(Exception):

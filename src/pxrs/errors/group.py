@@ -8,7 +8,7 @@ from pxrs.errors.general import InvalidArgument, PxrsError
 from pxrs.errors.registry import OutcomeUnknown, RegistryUnavailable
 
 Partition = int | tuple[str, int]
-"""The number of a partition; or, for a member that was made to read several topics, a `pxrs.TopicPartition`."""
+"""The number of a partition; or, for a member that reads several topics, a `pxrs.TopicPartition`."""
 
 
 class GroupError(PxrsError):
@@ -18,13 +18,14 @@ class GroupError(PxrsError):
 
 
 class InvalidGroup(GroupError, InvalidArgument):
-    """A group's name or setting is not allowed; the message says which and what is."""
+    """The name or a setting of a group is invalid; the message says which, and what is allowed."""
 
     code = "group.invalid"
 
 
 class UnknownGroup(GroupError, KeyError):
-    """Nobody has ever consumed under this name. Correct it; `pxrs group list` shows those that exist."""
+    """No group of this name exists: no consumer has joined it. Correct the name; `pxrs group list` shows the existing
+    groups."""
 
     code = "group.unknown"
 
@@ -34,17 +35,18 @@ class UnknownGroup(GroupError, KeyError):
 
 
 class GroupActive(GroupError):
-    """The group has members, and what was asked would change their work under them. Stop them, or force it."""
+    """The group has members, and the call would change what they work on. Stop them first, or use `force` where the
+    call has it."""
 
     code = "group.active"
 
 
 class AssignorMismatch(GroupActive):
-    """This member has another assignor than the present members of its group, so it has not joined: the leader of a
-    group assigns the partitions for all members. `others` has the assignors of the others by the members' names.
+    """This member has another assignor than the current members of its group, so it did not join: the leader of a group
+    assigns the partitions for all members. `others` maps the names of the other members to their assignors.
 
-    Give it the same assignor. Or, to change that of the group, stop all its members, and then start the new ones; a
-    member that was killed counts until its lease has ended."""
+    Use the same assignor. To change the assignor of the group, stop all its members before you start the new ones; a
+    killed member counts until its lease has ended."""
 
     code = "group.assignor-mismatch"
 
@@ -54,80 +56,78 @@ class AssignorMismatch(GroupActive):
         more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
         super().__init__(
             f"group {group}: this member has the assignor {assignor!r}, but {', '.join(shown[:3])}{more}, and all "
-            "members of a group must have the same one. Give it theirs (assignor=, --assignor), or stop them before "
-            "this member is started; one that was killed counts until its lease has ended"
+            "members of a group must have the same one. Use theirs (assignor=, --assignor), or stop them before you "
+            "start this member; a killed member counts until its lease has ended"
         )
 
 
 class AssignorFailed(GroupError):
-    """An assignor raised, or did not assign each partition to one member that is there. The leader that has called it
-    has written no assignment and leaves the group, and so does every member that leads after it.
+    """An assignor raised an exception, or did not assign each partition to one current member. The leader that called
+    it wrote no assignment and leaves the group, and so does every later leader.
 
-    Correct the package that brings the assignor, or give all members another one."""
+    Fix the package that provides the assignor, or use another assignor for all members."""
 
     code = "group.assignor-failed"
 
     def __init__(self, assignor: str, reason: str) -> None:
         self.assignor, self.reason = assignor, reason
-        super().__init__(f"the assignor {assignor!r} failed: {reason}; correct it, or give all members another one")
+        super().__init__(f"the assignor {assignor!r} failed: {reason}; fix it, or use another assignor for all members")
 
 
 class GroupElsewhere(GroupError):
     """The group of this name in this registry reads the topics of another hub: its members would not share the work
-    with this one. Use another name, or another registry or namespace; or forget the group with `pxrs group delete`."""
+    with this one. Use another name, or another registry or namespace; or delete the group with `pxrs group delete`."""
 
     code = "group.elsewhere"
 
     def __init__(self, group: str, theirs: str, ours: str) -> None:
         self.group, self.theirs, self.ours = group, theirs, ours
         super().__init__(
-            f"group {group} of this registry reads the hub at {theirs}, and this one is at {ours}: use another group "
-            f"name, another registry or a namespace of it. If the group is needed there no more, run "
-            f"`pxrs group delete {group}`; if this is the same hub, and its file hub.record was lost, run "
-            "`pxrs registry adopt`"
+            f"group {group} in this registry reads the hub at {theirs}, but this hub is at {ours}: use another group "
+            f"name, registry or namespace. If the group is no longer needed there, run `pxrs group delete {group}`; if "
+            "this is the same hub and its file hub.record was lost, run `pxrs registry adopt`"
         )
 
 
 class IdentityChanged(GroupError):
-    """The group reads this table under another id, `former`, than the one that the table has now: under that it would
-    start again from the beginning. Nothing was written; the message says how to go on."""
+    """The group has checkpoints of this table under another id, `former`, than the one that the table has now, under
+    which the group would start from the beginning. Nothing was written; the message says what to do."""
 
     code = "group.identity-changed"
 
     def __init__(self, group: str, source: str, id: str, former: str, address: str = "") -> None:
         self.group, self.source, self.id, self.former, self.address = group, source, id, former, address
-        spelled = f", when it was addressed as {address}" if address else ""
+        spelled = f", from when its address was {address}" if address else ""
         super().__init__(
-            f"group {group} has checkpoints of {source} under the id {former}{spelled}, and does not go on from them "
-            f"under {id}, which the table has as it is addressed now: messages would be handled again. To go on where "
-            f"the group was, keep the former id, by `pxrs source add {source} --id {former} ...` or "
-            f"sql_table(..., id={former!r}); to start anew, use another group, or remove the group's checkpoints under "
-            f"the former id with `pxrs group delete {group} --topic {former}`"
+            f"group {group} has checkpoints of {source} under the id {former}{spelled}, but at its current address the "
+            f"table has the id {id}, under which the group would start from the beginning. To continue where the group "
+            f"was, keep the former id with `pxrs source add {source} --id {former} ...` or sql_table(..., "
+            f"id={former!r}); to start over, use another group, or remove the group's checkpoints under the former id "
+            f"with `pxrs group delete {group} --topic {former}`"
         )
 
 
 class SourceChanged(GroupError):
-    """The group has checkpoints of this source that were written for other partitions or columns, so they would not
-    mean the same rows now. They are kept under the id `former_id`. Nothing was written. Read the source with the former
-    settings, or in another group, or have the group forget those checkpoints."""
+    """The group has checkpoints of this source that were written for other partitions or columns, so they would refer
+    to other rows now. They are stored under the id `former_id`. Nothing was written. Read the source with the former
+    settings or in another group, or delete those checkpoints."""
 
     code = "group.source-changed"
 
     def __init__(self, group: str, source: str, former: str, now: str, former_id: str) -> None:
         self.group, self.source, self.former, self.now, self.former_id = group, source, former, now, former_id
         super().__init__(
-            f"group {group} has checkpoints of {source} with {former}, and it is read with {now} now: a checkpoint "
-            "would not mean the same rows. Read it with the former settings; or, to start anew or from an imported "
-            "checkpoint, use another group, or remove these checkpoints with "
-            f"`pxrs group delete {group} --topic {former_id}`"
+            f"group {group} has checkpoints of {source} with {former}, but it is now read with {now}: the checkpoints "
+            "would refer to other rows. Use the former settings; or, to start over or from an imported checkpoint, use "
+            f"another group, or remove these checkpoints with `pxrs group delete {group} --topic {former_id}`"
         )
 
 
 class PartitionLost(GroupError):
-    """This member does not own the partitions any more: another member owns them, or will. Nothing was written.
+    """This member no longer owns the partitions: another member owns them, or will. Nothing was written.
 
-    What was handled since the last checkpoint will be handled again by the new owner. `reason` says how it was lost,
-    `advice` what to do where that is not plain, as for a streaming query of Spark."""
+    Messages handled since the last checkpoint will be handled again by the new owner. `reason` says how the partitions
+    were lost, and `advice`, if not empty, what to do, as for a streaming query of Spark."""
 
     code = "group.partition-lost"
 
@@ -138,27 +138,29 @@ class PartitionLost(GroupError):
 
 
 class CommitUnknown(GroupError, OutcomeUnknown):
-    """The checkpoints of `partitions` may have been written, or may still be: the registry did not answer in time.
+    """The checkpoints of `partitions` may have been written, or may still be written: the registry did not answer in
+    time.
 
-    The partitions are not lost by this. A member that is still there writes their checkpoints again about once a
-    second, so read on, or call `commit` again to know. After `close` the next owner begins at whichever was written:
-    what was handled since the last confirmed checkpoint may be handled again."""
+    The member still owns the partitions and writes their checkpoints again about once a second, so continue to read, or
+    call `commit` again to find out. After `close` the next owner starts at whichever checkpoint was written: messages
+    handled since the last confirmed one may be handled again."""
 
     code = "group.commit-unknown"
 
     def __init__(self, group: str, partitions: Sequence[Partition], reason: str) -> None:
         self.group, self.partitions, self.reason = group, tuple(partitions), reason
         super().__init__(
-            f"group {group}: the checkpoint of {name_partitions(self.partitions)} may have been written: {reason}"
+            f"group {group}: the checkpoint of {name_partitions(self.partitions)} may or may not have been written: "
+            f"{reason}"
         )
 
 
 class GroupUnavailable(GroupError, RegistryUnavailable):
-    """The registry could not be reached in time, and what was asked of the group was not done: `what` says what.
+    """The registry could not be reached in time; `what` says what was not done.
 
     From `commit`: the checkpoints of `partitions` were not written; the member tries again about once a second. From
-    `close`: they were not written and the partitions not released; others claim them when this member's lease has
-    ended. From `hub.consumer`: this process has not joined and owns nothing; try again later."""
+    `close`: they were not written and the partitions were not released; other members claim them when this member's
+    lease has ended. From `hub.consumer`: this process has not joined and owns nothing; try again later."""
 
     code = "group.unavailable"
 
@@ -179,9 +181,10 @@ def _listed(partitions: Sequence[Partition]) -> str:
 
 
 class PartitionNotAssigned(PartitionLost):
-    """`pause`, `resume` or `seek` named a partition that the topic has and that is not assigned to this consumer now.
+    """`pause`, `resume` or `seek` named a partition of the topic that is not assigned to this consumer.
 
-    `assigned` are those that are. Nothing was changed. Wait for `on_assigned`, or leave the partition to its owner."""
+    `assigned` has the partitions that are. Nothing was changed. Wait for `on_assigned`, or leave the partition to its
+    owner."""
 
     code = "group.partition-not-assigned"
 
@@ -191,7 +194,7 @@ class PartitionNotAssigned(PartitionLost):
         names, here = _listed(self.partitions), _listed(self.assigned)
         GroupError.__init__(  # replaces the text that PartitionLost has made
             self,
-            f"group {group}: partition {names} is not assigned to this consumer now; it has {here or 'none'}; nothing "
+            f"group {group}: partition {names} is not assigned to this consumer (assigned: {here or 'none'}); nothing "
             "was changed",
         )
 
@@ -199,7 +202,7 @@ class PartitionNotAssigned(PartitionLost):
 class ConsumerBusy(GroupError):
     """A thread asked a consumer for messages while another thread, `thread`, reads from it or still has its messages.
 
-    Nothing was handed out, and nothing counts as done. Read from one thread, or make a consumer for each; or use
+    Nothing was handed out, and no message was marked as done. Read from one thread, or open a consumer for each; or use
     ack="manual", which lets threads take turns."""
 
     code = "group.consumer-busy"
@@ -210,14 +213,14 @@ class ConsumerBusy(GroupError):
 
 
 class CheckpointOutOfRange(GroupError):
-    """A checkpoint lies beyond the log's end, or before its start and the group does not skip. Reset the group."""
+    """A checkpoint is beyond the log's end, or before its start without on_trimmed="skip". Reset the group."""
 
     code = "group.checkpoint-out-of-range"
 
 
 class PartitionsPaused(GroupError):
-    """Every partition was read up to its end, except those that are paused because a message could not be handled.
-    Decide with `pxrs group retry` or `skip`, then read on."""
+    """Every partition was read to its end, except those that are paused because a message could not be handled. Run
+    `pxrs group retry` or `pxrs group skip` for each, then continue to read."""
 
     code = "group.partitions-paused"
 
@@ -225,8 +228,8 @@ class PartitionsPaused(GroupError):
         self.group, self.partitions = group, tuple(partitions)
         names = _listed(self.partitions)
         super().__init__(
-            f"group {group}: a message that could not be handled holds up partition {names}, short of the end; see "
-            f"`pxrs group describe {group}`, then `pxrs group retry` or `skip`"
+            f"group {group}: partition {names} is paused before its end by a message that could not be handled; see "
+            f"`pxrs group describe {group}`, then run `pxrs group retry` or `pxrs group skip`"
         )
 
 

@@ -23,22 +23,22 @@ class LogNotWritable(NoWritePermission, LogError):
 
 
 class UnknownTopic(LogError, KeyError):
-    """There is no such topic. Create it, or correct the name; `choices` are those that exist."""
+    """The topic does not exist. Create it, or correct the name; `choices` has the existing topics."""
 
     code = "log.unknown-topic"
 
     def __init__(self, topic: str, choices: Sequence[str] = ()) -> None:
         self.topic, self.choices = topic, tuple(choices)
-        known = f"; there are {', '.join(self.choices[:10])}" if self.choices else ""
+        known = f"; existing: {', '.join(self.choices[:10])}" if self.choices else ""
         super().__init__(f"no topic {self.topic!r}{known}; create it with create_topic or `pxrs topic create`")
 
 
 class TopicDeleted(UnknownTopic):
     """The topic that this handle, producer or consumer was opened for has been deleted.
 
-    `id` is the deleted topic's. `is_made_again`: a new topic has the name now. It is another topic, with messages and
-    offsets of its own: open the topic, producer or consumer again to use it. `advice` says what to do instead where
-    there is no handle to open again, as in a query of Spark."""
+    `id` is the deleted topic's. `is_made_again`: a new topic was created under the name, with messages and offsets of
+    its own; to use it, open the topic, producer or consumer again. `advice` says what to do where there is no handle to
+    open again, as in a query of Spark."""
 
     code = "log.topic-deleted"
 
@@ -46,12 +46,12 @@ class TopicDeleted(UnknownTopic):
         super().__init__(topic)
         self.id, self.is_made_again, self.advice = id, is_made_again, advice
         if advice:
-            again = " and made again, so that it is another topic now" if is_made_again else ""
+            again = " and created again" if is_made_again else ""
             text = f"topic {topic!r} was deleted{again}. {advice}"
         elif is_made_again:
             text = (
-                f"topic {topic!r} was deleted and made again, and this is a handle to the deleted one (id {id}): to "
-                "use the new one, open it again"
+                f"topic {topic!r} was deleted and created again, and this handle refers to the deleted topic (id "
+                f"{id}); to use the new one, open it again"
             )
         else:
             text = f"topic {topic!r} was deleted; create it with create_topic or `pxrs topic create`, then open it"
@@ -59,21 +59,22 @@ class TopicDeleted(UnknownTopic):
 
 
 class UnknownSource(LogError, KeyError):
-    """No source is registered under this name. Register it, or correct the name; `choices` are those that exist."""
+    """No source is registered under this name. Register it, or correct the name; `choices` has the registered
+    sources."""
 
     code = "log.unknown-source"
 
     def __init__(self, source: str, choices: Sequence[str] = ()) -> None:
         self.source, self.choices = source, tuple(choices)
-        known = f"; there are {', '.join(self.choices[:10])}" if self.choices else ""
+        known = f"; existing: {', '.join(self.choices[:10])}" if self.choices else ""
         super().__init__(
             f"no source {self.source!r} is registered{known}; register it with add_source or `pxrs source add`"
         )
 
 
 class SourceExists(LogError):
-    """A source of this name is registered, or a topic has the name; the message says which settings differ. Use it,
-    choose another name, or remove it first."""
+    """A source of this name is already registered, or a topic has the name; the message says which settings differ. Use
+    it, choose another name, or remove it first."""
 
     code = "log.source-exists"
 
@@ -88,41 +89,41 @@ class WrongSource(LogError):
 
 class HubMoved(LogError):
     """The hub's directory is not where it was when it was opened: it was renamed or removed, or another one was put in
-    its place. This partition was neither written nor read. Open the hub again, where it is now."""
+    its place. Nothing was read or written. Open the hub again at its current path."""
 
     code = "log.hub-moved"
 
     def __init__(self, place: str, what: str) -> None:
         self.place, self.what = place, what
-        super().__init__(f"{place}: {what} while this process had it open; open the hub again, where it is now")
+        super().__init__(f"{place}: {what} while this process had it open; open the hub again at its current path")
 
 
 class NoDirectory(LogError):
-    """A hub that was opened with a registry and no directory was asked for topics, or to change a group that reads
-    them; nothing was done. Give the directory too: `pxrs.open(DIRECTORY, registry=...)`. Of a group that reads another
-    source than topics, name that: `hub.group(NAME, source)`."""
+    """A hub that was opened with a registry and without a directory was asked for topics, or to change a group that
+    reads topics. Nothing was done. Pass the directory too: `pxrs.open(DIRECTORY, registry=...)`. For a group that reads
+    another source, name the source: `hub.group(NAME, source)`."""
 
     code = "log.no-directory"
 
     def __init__(self, registry: str) -> None:
         self.registry = registry
         super().__init__(
-            f"the hub with the registry {registry} was opened without a directory, so it has no topics and changes no "
-            "group of topics: write pxrs.open(DIRECTORY, registry=...), or give --at"
+            f"the hub with the registry {registry} was opened without a directory, so it has no topics and cannot "
+            "change groups that read topics: use pxrs.open(DIRECTORY, registry=...), or pass --at"
         )
 
 
 class TopicExists(LogError):
-    """A topic of this name is there already. Use it, or choose another name."""
+    """A topic of this name already exists. Use it, or choose another name."""
 
     code = "log.topic-exists"
 
 
 class TopicDiffers(TopicExists):
-    """`create_topic(exist_ok=True)` found a topic of this name that has other settings. Nothing was changed. Ask for
-    the settings that the topic has, or choose another name.
+    """`create_topic(exist_ok=True)` found a topic of this name with other settings. Nothing was changed. Request the
+    settings of the existing topic, or choose another name.
 
-    `differences` names each argument that differs: the topic's value, then the value that was asked for."""
+    `differences` maps each argument that differs to the topic's value and the requested value."""
 
     code = "log.topic-differs"
 
@@ -132,13 +133,13 @@ class TopicDiffers(TopicExists):
 
 
 class InvalidTopic(LogError, InvalidArgument):
-    """A topic's name, partition count or setting is not allowed; the message says which and what is."""
+    """The name, partition count or a setting of a topic is invalid; the message says which, and what is allowed."""
 
     code = "log.invalid-topic"
 
 
 class InvalidRecord(LogError, InvalidArgument):
-    """A message or table does not fit the log's columns or limits. Nothing of it was stored."""
+    """A message or table does not fit the log's columns or limits. None of it was stored."""
 
     code = "log.invalid-record"
 
@@ -154,8 +155,8 @@ class SentRows(Protocol):
 
 
 class PartlySent(LogError):
-    """A part of a table was sent when the sending failed. `receipt`, a TableReceipt, says which rows were sent; send
-    the others. The receipt works in its own process only: in a copy of this error in another process it is text."""
+    """Only a part of a table was sent before an error. `receipt`, a TableReceipt, says which rows were sent; send the
+    others. The receipt works in its own process only: in a copy of this error in another process it is text."""
 
     code = "log.partly-sent"
 
@@ -190,7 +191,8 @@ class OffsetTrimmed(LogError):
 
     def __init__(self, place: str, offset: int, first_offset: int) -> None:
         self.place, self.offset, self.first_offset = place, offset, first_offset
-        super().__init__(f"{place}: offset {offset} was removed by retention; the first one is {first_offset}")
+        super().__init__(f"{place}: offset {offset} was removed by retention; the first remaining offset is "
+                         f"{first_offset}")
 
 
 class DamagedFrame(LogError):
@@ -205,7 +207,7 @@ class DamagedFrame(LogError):
 
 class MisplacedFile(DamagedFrame):
     """A file of the log belongs to another topic or partition, as after a mistake in a restore. Nothing was changed.
-    Put the right file in its place; `pxrs check` names all that are misplaced."""
+    Put the right file in its place; `pxrs check` lists all misplaced files."""
 
     code = "log.misplaced-file"
 
@@ -231,29 +233,29 @@ class BufferFull(AppendFailed):
 
 
 class CopyFailed(LogError):
-    """A copy of a topic cannot go on: another process copies the same topics, or messages that it needs are gone. What
-    was copied stays. The text says what to do."""
+    """The copy of a topic cannot continue: another process is copying the same topics, or messages that it needs were
+    removed. What was copied is kept. The text says what to do."""
 
     code = "log.copy-failed"
 
 
 class LogBusy(AppendFailed):
-    """Another process held the append lock for too long, perhaps stopped in the middle. Try again, or look at it."""
+    """Another process held the append lock for too long; it may be suspended. Try again, or check that process."""
 
     code = "log.busy"
 
 
 class PartitionMoved(AppendFailed):
-    """A broker of a cluster was asked for a partition that it does not serve, or not yet; nothing was read or stored. A
-    client asks for the partition's owner and tries again by itself; it raises this only if no broker has served the
-    partition in time: look at `pxrs cluster status`."""
+    """A broker of a cluster was asked for a partition that it does not serve, or does not serve yet; nothing was read
+    or stored. A client looks up the partition's owner and retries by itself; it raises this only if no broker served
+    the partition in time: see `pxrs cluster status`."""
 
     code = "log.partition-moved"
 
 
 class ReadFailed(LogError):
     """The operating system could not read the log, or the server that keeps it did not answer. Nothing was changed; try
-    again, or look at the disk or the server."""
+    again, or check the disk or the server."""
 
     code = "log.read-failed"
 

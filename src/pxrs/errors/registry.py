@@ -14,28 +14,30 @@ class RegistryError(PxrsError):
 
 
 class Conflict(RegistryError):
-    """A commit's expectation did not hold, and nothing was written. Read `keys` again and decide anew."""
+    """An expectation of a commit did not hold, and nothing was written. Read `keys` again, and decide on the new
+    values."""
 
     code = "registry.conflict"
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = tuple(keys)
-        super().__init__(f"not as expected: {', '.join(self.keys)}; nothing was written")
+        super().__init__(f"not in the expected version: {', '.join(self.keys)}; nothing was written")
 
 
 class OutcomeUnknown(RegistryError):
-    """The reply to a commit was lost: it may have happened, may not have, and may still land.
+    """The reply to a commit was lost: the commit may have been applied or not, or may still be applied.
 
-    A read that does not find the change proves nothing: the commit may still be applied. Where you must know, have
-    the commit also put a marker key that it expects to be ABSENT, and put another value there yourself, with the same
+    A read that does not find the change proves nothing: the commit may still be applied. If you must know, have the
+    commit also put a marker key that it expects to be ABSENT, and put another value there yourself, with the same
     expectation: exactly one of the two commits succeeds."""
 
     code = "registry.outcome-unknown"
 
 
 class OutcomeLost(OutcomeUnknown):
-    """The record of a transaction's outcome was removed before this process could read it, because the registry was out
-    of reach for too long. Nobody can tell any more whether it was committed: look for what it would have changed."""
+    """The record of a transaction's outcome was removed before this process could read it, because the registry was
+    unreachable for too long. Whether the transaction was committed can no longer be determined: look for what it would
+    have changed."""
 
     code = "registry.outcome-lost"
 
@@ -47,13 +49,13 @@ class RegistryUnavailable(RegistryError):
 
 
 class StorageFull(RegistryUnavailable):
-    """There is no room left where the store keeps its data, and the call had no effect. Make room, then try again."""
+    """The store has no space left for its data, and the call had no effect. Free space, then try again."""
 
     code = "registry.storage-full"
 
 
 class AccessDenied(RegistryError):
-    """The store refused the credentials or the permission, and the call had no effect. Correct them."""
+    """The store refused the credentials, or they lack a permission. The call had no effect. Correct or grant them."""
 
     code = "registry.access-denied"
 
@@ -65,7 +67,7 @@ class RegistryNotWritable(NoWritePermission, AccessDenied):
 
 
 class SchemaMissing(RegistryError):
-    """The tables are not there and were not to be created. Run what `pxrs registry ddl` prints."""
+    """The tables do not exist and were not to be created. Run what `pxrs registry ddl` prints."""
 
     code = "registry.schema-missing"
 
@@ -73,8 +75,8 @@ class SchemaMissing(RegistryError):
 class RegistryReplaced(RegistryError):
     """The registry's file or directory was removed, moved, or replaced by another one while this handle was open.
 
-    Nothing was written. If the original is put back, the handle works again. If what lies there now is meant to be
-    used, such as a restored copy, close this handle and open a new one."""
+    Nothing was written. If the original is put back, the handle works again. To use what is there now, such as a
+    restored copy, close this handle and open a new one."""
 
     code = "registry.replaced"
 
@@ -91,7 +93,7 @@ class RegistryCorrupt(RegistryError):
 
 
 class LeaseExpired(RegistryError):
-    """The lease has ended or may have; nothing was written. It never comes back: take a new one and claim again."""
+    """The lease has ended, or may have; nothing was written. It cannot be revived: take a new one and claim again."""
 
     code = "registry.lease-expired"
 
@@ -115,6 +117,6 @@ class ValueTooLarge(RegistryError, ValueError):
 
 
 class CommitTooLarge(RegistryError, ValueError):
-    """A commit holds more keys or bytes than `limits` allows. Split it, if its parts may happen apart."""
+    """A commit holds more keys or bytes than `limits` allows. Split it, if its parts need not be applied atomically."""
 
     code = "registry.commit-too-large"

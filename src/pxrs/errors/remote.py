@@ -13,7 +13,7 @@ class RemoteError(PxrsError):
 
 
 class WireMismatch(RemoteError):
-    """The client and the server speak no common version of the protocol. Upgrade the one that is older.
+    """The client and the server have no protocol version in common. Upgrade the older one.
 
     `version` is that of the client, `lowest` and `highest` are those of the server."""
 
@@ -29,21 +29,21 @@ class WireMismatch(RemoteError):
 
 
 class ServerBusy(RemoteError, RegistryUnavailable):
-    """A client has as much open on the server as it may: watches, subscriptions, calls. The call had no effect. Close
-    some of it, or raise the limit of `pxrs serve`."""
+    """The client has reached a limit of the server for open watches, subscriptions or calls. The call had no effect.
+    Close some of them, or raise the limit of `pxrs serve`."""
 
     code = "remote.server-busy"
 
 
 class Unauthenticated(RemoteError):
-    """The server has not accepted the token or the certificate of this client, or got none. The call had no effect.
-    Give a valid token: PXRS_TOKEN, or `?token_file=PATH` in the address."""
+    """The server did not accept the token or certificate of this client, or received none. The call had no effect. Pass
+    a valid token: PXRS_TOKEN, or `?token_file=PATH` in the address."""
 
     code = "remote.unauthenticated"
 
 
 class NotPermitted(RemoteError):
-    """The token of this client does not permit this call. The call had no effect. Whether what it names exists is not
-    told. `pxrs token create` on the server's side makes a token with more permissions."""
+    """The token of this client does not permit this call. The call had no effect. The error does not tell whether what
+    the call names exists. `pxrs token create` on the server's side creates a token with more permissions."""
 
     code = "remote.not-permitted"

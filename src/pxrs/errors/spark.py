@@ -13,7 +13,7 @@ class SparkError(PxrsError):
 
 
 class InvalidOption(SparkError, ValueError):
-    """An option of the Spark source or sink is unknown, missing, or has a value that is none. `option` names it."""
+    """An option of the Spark source or sink is unknown, missing, or has an invalid value. `option` names it."""
 
     code = "spark.invalid-option"
 
@@ -25,8 +25,8 @@ class InvalidOption(SparkError, ValueError):
 class DataLost(SparkError):
     """Retention removed messages before the query read them: the offsets from `start` up to `end`.
 
-    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log. `why`
-    says for what the query needs messages that it had read once, before a restart."""
+    Accept the loss with the option failOnDataLoss=false: the query then skips them, and logs it. `why` says why the
+    query has to read messages again that it had read before a restart."""
 
     code = "spark.data-lost"
 
@@ -35,37 +35,39 @@ class DataLost(SparkError):
         super().__init__(
             f"{place}: the offsets {start} to {end - 1} ({counted(end - start, 'message')}) were removed by retention "
             + (f"and must be read again: {why}" if why else "before they were read")
-            + "; set failOnDataLoss=false to go on behind them"
+            + "; set failOnDataLoss=false to skip them"
         )
 
 
 class CheckpointsDiffer(SparkError):
     """Spark's checkpoint location and the group's checkpoints do not agree on what was processed, and the query cannot
-    tell which of them is right.
+    tell which of the two is right.
 
-    Start the query with a new checkpoint location, and leave the group as it is. To reset the group to the offsets that
-    the message names is only for a sink that takes any batch: neither a topic nor files."""
+    Start the query with a new checkpoint location, and leave the group as it is. Resetting the group to the offsets
+    that the message names is safe only for a sink that accepts any batch: neither a topic nor files."""
 
     code = "spark.checkpoints-differ"
 
 
 class BatchRefused(SparkError):
-    """A micro-batch was not published: one with a higher number was before it, or its input was another one's.
+    """A micro-batch was not published: one with a higher number was published before, or its number was published with
+    other input.
 
-    An old checkpoint location was restored, or two queries write under one. Start with a new location."""
+    An old checkpoint location was restored, or two queries use the same one. Start with a new location."""
 
     code = "spark.batch-refused"
 
 
 class WrongMachine(SparkError):
-    """An executor runs on another machine than the driver, which does not have the hub's directory. Run executors and
+    """An executor runs on another machine than the driver, where the hub's directory does not exist. Run executors and
     driver on one machine; or start `pxrs serve` for the hub, and give its address, `pxrs://HOST:PORT`, as `url`."""
 
     code = "spark.wrong-machine"
 
 
 class InvalidPipeline(SparkError, ValueError):
-    """A pipeline cannot be run as it is written, or not at this place. Nothing was started; correct the file."""
+    """A pipeline cannot be run as it is written, or not with this hub. Nothing was started; correct the file or the
+    address."""
 
     code = "spark.invalid-pipeline"
 
@@ -78,8 +80,8 @@ class PipelineFailed(SparkError):
 
 
 class SharedState(SparkError):
-    """A query that keeps state was to share its group: partitions would move to others, and their state would not.
+    """A query that keeps state cannot share its group: partitions would move to other members without their state.
 
-    Give the query a group of its own."""
+    Use a group of its own for the query."""
 
     code = "spark.shared-state"

@@ -95,7 +95,7 @@ class EventBuffer:
             is_first = is_full and self._dropped == 1
         if is_first:
             _logger.warning(
-                "%s events of %s wait to be stored: further ones are dropped until there is room",
+                "%s events of %s are waiting to be stored: further events are dropped until there is room",
                 f"{self._buffer_max:,}",
                 self._url,
                 extra={"hub": self._url, "topic": self._name},
@@ -140,7 +140,7 @@ class EventBuffer:
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads is reached, or the process is ending: the next event tries
-            _logger.info("the events of %s have no thread: %s", self._url, error)
+            _logger.info("no thread could be started to store the events of %s: %s", self._url, error)
             return
         self._thread = thread
 

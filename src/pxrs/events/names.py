@@ -47,7 +47,7 @@ _EVENTS: Final = (
     Kind("member.left", "group {group}: {member} left", (*_MEMBER, "partitions")),
     Kind(
         "member.lost_lease",
-        "group {group}: the lease of {member} ended before it was renewed; it owned {partitions} partitions",
+        "group {group}: the lease of {member} expired before it was renewed; it owned {partitions} partitions",
         (*_MEMBER, "partitions"),
     ),
     Kind(
@@ -68,7 +68,7 @@ _EVENTS: Final = (
     ),
     Kind(
         "partition.claimed",
-        f"{_IN_PARTITION}: {{member}} claimed it with epoch {{epoch}}",
+        f"{_IN_PARTITION}: claimed by {{member}} with epoch {{epoch}}",
         (*OWNER, *FOUND),
     ),
     Kind(
@@ -78,38 +78,38 @@ _EVENTS: Final = (
     ),
     Kind(
         "partition.taken_over",
-        f"{_IN_PARTITION}: {{member}} took it over from {{from_member}}, which is gone, with epoch {{epoch}}",
+        f"{_IN_PARTITION}: taken over by {{member}} from {{from_member}}, whose lease expired, with epoch {{epoch}}",
         (*OWNER, "from_member", "from_incarnation", *FOUND),
     ),
     Kind(
         "partition.released",
-        f"{_IN_PARTITION}: {{from_member}} released it; epoch {{epoch}}",
+        f"{_IN_PARTITION}: released by {{from_member}} with epoch {{epoch}}",
         (*OWNER, "from_member", "from_incarnation", *FOUND),
     ),
     Kind(
         "partition.fenced",
-        f"{_IN_PARTITION}: the leader {{by}} took it from {{from_member}}, which did not release it in time; "
-        "epoch {epoch}",
+        f"{_IN_PARTITION}: fenced by the leader {{by}} with epoch {{epoch}}, because {{from_member}} did not release "
+        "it in time",
         (*OWNER, "by", "from_member", "from_incarnation", *FOUND),
     ),
     Kind(
         "partition.freed",
-        f"{_IN_PARTITION}: freed by an administrator's {{by}}; epoch {{epoch}}",
+        f"{_IN_PARTITION}: freed by an administrator ({{by}}) with epoch {{epoch}}",
         (*OWNER, "by", *FOUND),
     ),
     Kind(
         "partition.observed",
-        f"{_IN_PARTITION}: upkeep found epoch {{epoch}}, which no event had told of",
+        f"{_IN_PARTITION}: upkeep found epoch {{epoch}}, which no event had reported",
         (*OWNER, *FOUND),
     ),
     Kind(
         "partition.lost",
-        f"{_IN_PARTITION}: {{member}} lost it, with epoch {{epoch}}: {{reason}}",
+        f"{_IN_PARTITION}: lost by {{member}} with epoch {{epoch}}: {{reason}}",
         (*OWNER, "reason", "has_undone"),
     ),
     Kind(
         "partition.refused",
-        f"{_IN_PARTITION}: a checkpoint of {{member}} at offset {{offset}} was refused: its epoch {{epoch}} is over",
+        f"{_IN_PARTITION}: a checkpoint of {{member}} at offset {{offset}} was refused: its epoch {{epoch}} has ended",
         (*OWNER, "offset"),
     ),
     Kind(
@@ -119,13 +119,13 @@ _EVENTS: Final = (
     ),
     Kind(
         "partition.retried",
-        f"{_IN_PARTITION}: goes on with the message at offset {{offset}} again",
+        f"{_IN_PARTITION}: resumed by retrying offset {{offset}}",
         (*OWNER, "offset"),
     ),
-    Kind("partition.skipped", f"{_IN_PARTITION}: goes on behind offset {{offset}}", (*OWNER, "offset")),
+    Kind("partition.skipped", f"{_IN_PARTITION}: resumed by skipping offset {{offset}}", (*OWNER, "offset")),
     Kind(
         "message.retried",
-        f"{_IN_PARTITION}: offset {{offset}} is handled again after a failure: {{error}}",
+        f"{_IN_PARTITION}: offset {{offset}} is retried after a failure: {{error}}",
         (*OWNER, "offset", "error", "error_type", "tries"),
     ),
     Kind(
@@ -135,64 +135,65 @@ _EVENTS: Final = (
     ),
     Kind(
         "item.dead",
-        "queue {queue}: item {item} is dead after {deliveries} deliveries: {error}",
+        "queue {queue}: item {item} became a dead letter after {deliveries} deliveries: {error}",
         ("queue", "queue_id", "item", "deliveries", "error", "error_type"),
     ),
     Kind(
         "item.returned",
-        "queue {queue}: {count} items of taker {taker}, which is gone, came back",
+        "queue {queue}: {count} items of taker {taker}, whose lease expired, are ready again",
         ("queue", "queue_id", "taker", "count", "items"),
     ),
     Kind("broker.joined", "broker {broker} joined the cluster at {address}", ("broker", "incarnation", "address")),
     Kind(
         "broker.left",
-        "broker {broker} left the cluster, and gave {partitions} partitions to others",
+        "broker {broker} left the cluster and released {partitions} partitions",
         ("broker", "incarnation", "address", "partitions"),
     ),
     Kind(
         "partition.opened",
-        "{topic}/{partition}: {broker} serves it with epoch {epoch}, {seconds} s after its claim",
+        "{topic}/{partition}: served by {broker} with epoch {epoch}, {seconds} s after its claim",
         ("topic", "topic_id", "partition", "broker", "incarnation", "address", "epoch", "seconds", "recovered"),
     ),
     Kind(
         "node.replaced",
-        "ledger {ledger} of {topic} goes on without storage node {node}: {error}",
+        "ledger {ledger} of {topic} continues without storage node {node}: {error}",
         ("topic", "ledger", "node", "error"),
         logging.WARNING,
     ),
     Kind(
         "node.lost",
-        "storage node {node} was away for {seconds} s: its copies are made anew on others",
+        "storage node {node} has been away for {seconds} s: its copies are recreated on other nodes",
         ("node", "seconds"),
         logging.WARNING,
     ),
     Kind("node.returned", "storage node {node} is back after {seconds} s", ("node", "seconds")),
     Kind(
         "ledger.repaired",
-        "{topic}/{partition}: ledger {ledger} got copies of {entries} entries in {seconds} s; {left} places lack one",
+        "{topic}/{partition}: ledger {ledger} was repaired: {entries} entries copied in {seconds} s, {left} copies "
+        "still missing",
         ("topic", "topic_id", "partition", "ledger", "entries", "nodes", "seconds", "left"),
     ),
     Kind(
         "ledger.ended_in_doubt",
-        "{topic}/{partition}: ledger {ledger} ends at offset {end} by answers of storage nodes that were in doubt: "
-        "{nodes}",
+        "{topic}/{partition}: ledger {ledger} was closed at offset {end} by answers of storage nodes that were in "
+        "doubt: {nodes}",
         ("topic", "topic_id", "partition", "ledger", "end", "nodes"),
         logging.WARNING,
     ),
     Kind(
         "staged.repaired",
-        "rows that query {query} has staged for {topic}: ledger {ledger} got copies of {entries} entries in {seconds} "
-        "s; {left} places lack one",
+        "rows that query {query} staged for {topic}: ledger {ledger} was repaired: {entries} entries copied in "
+        "{seconds} s, {left} copies still missing",
         ("topic", "topic_id", "query", "batch", "ledger", "entries", "nodes", "seconds", "left"),
     ),
     Kind(
         ADOPTED_REGISTRY,
-        "the hub belongs to the registry {registry} now: the epochs of its groups are those of that registry",
+        "the hub now belongs to the registry {registry}, and the epochs of its groups are those of that registry",
         ("registry", "former"),
     ),
     Kind(
         "upkeep.round",
-        "upkeep: a round took {took_s} s; removed messages of {topics} topics, {failures} duties failed",
+        "upkeep: a round took {took_s} s; it removed messages of {topics} topics, and {failures} duties failed",
         ("by", "took_s", "removed", "errors", "topics", "failures"),
     ),
     Kind(
@@ -214,19 +215,19 @@ _AUDIT: Final = (
     ("purge", "{count} dead items of queue {queue} were removed", ("queue", "items", "count")),
     ("requeue", "{count} dead items of queue {queue} were put back", ("queue", "items", "count")),
     ("add_source", "source {source} was registered", ("source", "source_id")),
-    ("remove_source", "source {source} was forgotten", ("source", "source_id")),
+    ("remove_source", "source {source} was removed", ("source", "source_id")),
     ("reset", "group {group} was reset", ("group", "topic", "offsets", "force")),
     ("import_checkpoint", "checkpoints of group {group} were imported", ("group", "topic", "offsets", "force")),
     ("delete_group", "group {group} was deleted", ("group", "topic", "force")),
-    ("retry", "group {group}, {topic}/{partition}: the failed message is tried again", ("offset", *PLACE)),
+    ("retry", "group {group}, {topic}/{partition}: the failed message is retried", ("offset", *PLACE)),
     ("skip", "group {group}, {topic}/{partition}: the failed message is skipped", ("offset", *PLACE)),
-    ("adopt_registry", "the hub belongs to the registry {registry} now", ("registry", "former")),
+    ("adopt_registry", "the hub now belongs to the registry {registry}", ("registry", "former")),
     ("backup", "the hub was backed up to {target}", ("target", "topics", "messages")),
     ("restore", "the hub was restored from {origin}", ("origin", "topics", "messages")),
     ("repair", "the hub was repaired: {what}", ("what", "topic", "partition")),
     (
         "cut_short",
-        "{action} ended with an error, and may have been done in part: {error}",
+        "{action} failed and may have been partly done: {error}",
         ("action", "group", "queue", "topic", "partition", "source", "target", "error", "error_type"),
     ),
     ("act_on_page", "{what}, through the web page", ("what",)),
@@ -235,7 +236,7 @@ _AUDIT: Final = (
     ("forget_node", "storage node {node} was forgotten", ("node",)),
     (
         "abandon_nodes",
-        "{count} ledgers go on without the storage nodes {nodes}; acknowledged messages may be lost",
+        "{count} ledgers continue without the storage nodes {nodes}; acknowledged messages may be lost",
         ("nodes", "ledgers", "count"),
     ),
     ("retain", "retention of topic {topic} was applied", ("topic", "starts")),

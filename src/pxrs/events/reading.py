@@ -54,7 +54,7 @@ def since_us(since: Since, now_us: int) -> int | None:
         return microseconds_of(since)
     seconds = since.total_seconds() if isinstance(since, timedelta) else since
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e11:
-        raise InvalidArgument(f"since is {since!r}: give a time, or how long ago in seconds or as a timedelta")
+        raise InvalidArgument(f"since is {since!r}: give a time, or an age in seconds or as a timedelta")
     return now_us - int(seconds * 1e6)
 
 

@@ -88,8 +88,8 @@ class GroupHandle:
         return self.described(self._reader.read_there())
 
     def described(self, state: GroupState, listing: Listing | None = None) -> GroupDescription:
-        """As `describe`, of records that were read before: for whoever watches many groups, and reads the records of
-        one again only after they have changed.
+        """As `describe`, from records that were read before: for a caller that watches many groups, and reads the
+        records of a group again only after they have changed.
 
         listing: the topics, if the caller has listed them before, for several groups."""
         return self._reader.described(state, listing or self._reader.readables.listing())
@@ -108,11 +108,11 @@ class GroupHandle:
 
         to:    "earliest", "latest", an offset for every partition, a time (the first message of that time or later),
                or offsets by partition; partitions that are not named stay where they are.
-        topic: its name; by default every topic that the group reads and that is still there.
-        force: also while members are there. They lose their partitions, claim them again and go on at the new offsets;
-               what they have in hand is done all the same, and its checkpoint refused.
+        topic: its name; by default every topic that the group reads and that still exists.
+        force: reset even while the group has members. They lose their partitions, claim them again and continue at the
+               new offsets; messages in hand are still handled, but their checkpoint is refused.
 
-        A paused partition goes on too. Nothing is written if an offset is not in the log: OffsetOutOfRange,
+        A paused partition is resumed too. Nothing is written if an offset is not in the log: OffsetOutOfRange,
         OffsetTrimmed, or CheckpointOutOfRange if the log is an older copy than the registry. Raises UnknownGroup,
         UnknownTopic, GroupActive.
         """
@@ -127,15 +127,16 @@ class GroupHandle:
         return offsets
 
     def import_checkpoint(self, offset: int | Mapping[int, int], topic: str, force: bool = False) -> dict[int, int]:
-        """Write the checkpoint of a consumer that was used before (X21). Returns the written offsets, by partition.
+        """Import the checkpoint of a consumer of another kind that was used before (X21). Returns the written offsets,
+        by partition.
 
-        offset: of the next message to read, by partition. A single one is understood where offsets are global: of a
-                source whose offsets are the ids of a table, for all its partitions, and of a topic with one partition.
-                A topic with several counts in each of them from 0, and a single one is refused: InvalidGroup.
-        force:  replace checkpoints that are there; without it they are left as they are.
+        offset: of the next message to read, by partition. A single number is accepted for a table, whose ids are the
+                offsets of all its partitions, and for a topic with one partition. For a topic with several partitions,
+                each of which counts from 0, it is refused: InvalidGroup.
+        force:  replace existing checkpoints; without it they stay as they are.
 
-        Nothing is written if an offset is not in the log: OffsetOutOfRange, OffsetTrimmed. The group need not be there.
-        Raises GroupActive while members are, whatever `force` says: see `reset`.
+        Nothing is written if an offset is not in the log: OffsetOutOfRange, OffsetTrimmed. The group need not exist.
+        Raises GroupActive while it has members, whatever `force` says: see `reset`.
         """
         arguments.flag(InvalidGroup, "force", force)
         source = self._reader.source(topic)
@@ -151,20 +152,21 @@ class GroupHandle:
         return offsets
 
     def delete(self, force: bool = False, topic: str | None = None) -> None:
-        """Delete the group: a consumer that uses its name later starts anew.
+        """Delete the group: a consumer that uses its name later starts over.
 
-        topic: delete only the checkpoints and pauses of this topic or source, given by its name or id; it need not be
-               there any more. The members that do not read it stay, and so do the checkpoints of all other topics.
+        topic: delete only the checkpoints and pauses of this topic or source, given by its name or id; it need not
+               exist any more. The members that do not read it stay, and so do the checkpoints of all other topics.
 
         Its checkpoints, pauses and targets are removed. Its owner keys and its leader key stay, free and with a new
         epoch and term: they are the guards of all other writes, and a guard that is deleted and made again may get an
         old version again (R4). So no write from before the deletion can pass after it, on any store: a checkpoint
-        expects its owner's old version, a target its leader's, a claim and a start need a lease that lives, and
-        what an administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
+        expects its owner's old version, a target its leader's, a claim and a start need a live lease, and what an
+        administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
 
-        force: also while members are there. Their keys are deleted, so they join again as new members and start anew;
-        so does one that joins at this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not
-        read the topic.
+        force: delete even while the group has members. Their keys are deleted, so they join again as new members and
+               start over; so does a member that joins at this moment.
+
+        Raises UnknownGroup, GroupActive, and GroupError if the group does not read the topic.
         """
         arguments.flag(InvalidGroup, "force", force)
         asked = topic
@@ -191,7 +193,8 @@ class GroupHandle:
         self._project()
 
     def retry(self, topic: str, partition: int, offset: int | None = None) -> None:
-        """Handle the message again that a partition is paused at. Raises GroupError if the partition is not paused.
+        """Retry the message that a partition is paused at. Raises GroupError if the partition is not
+        paused.
 
         topic:  its name or id.
         offset: retry only this message. Raises GroupError if the partition is paused at another one.
@@ -211,8 +214,7 @@ class GroupHandle:
         raise self._too_lively()
 
     def skip(self, topic: str, partition: int, offset: int | None = None) -> int:
-        """Go on behind the message that a partition is paused at, without handling it. Returns the offset of the
-        message.
+        """Skip the message that a partition is paused at, and resume after it. Returns the offset of the message.
 
         topic:  its name or id.
         offset: skip only this message. Raises GroupError if the partition is paused at another one, or not paused.
@@ -233,7 +235,8 @@ class GroupHandle:
         return paused.offset
 
     def _paused_elsewhere(self, topic: str, partition: int) -> GroupError:
-        return GroupError(f"group {self.name}: another message holds up {topic}/{partition} now; look again")
+        return GroupError(f"group {self.name}: {topic}/{partition} is now paused at another message; check that "
+                          "message first")
 
     def paused(self, topic: str, partition: int) -> Paused:
         """The message that a partition is paused at, and why. Raises GroupError if the partition is not paused."""
@@ -251,7 +254,7 @@ class GroupHandle:
         """The name of the topic, and the key, the record and the version of a pause.
 
         is_changed: raise WrongRegistry if it may not be changed from here."""
-        arguments.text(InvalidGroup, "topic", topic, "its name")
+        arguments.text(InvalidGroup, "topic", topic, "the topic's name")
         partition = arguments.whole(InvalidGroup, "partition", partition, 0)
         state = self._reader.read_there()
         names = self._reader.names(state, self._reader.readables.listing())
@@ -264,12 +267,12 @@ class GroupHandle:
         nameless = sorted(id for id, number in state.paused if number == partition and id not in names)
         if ids == [topic] and nameless:
             raise GroupError(
-                f"group {self.name} reads nothing that is called {topic}, and has paused partition {partition} of a "
-                f"source that is not registered: {self._reader.missing(nameless[0], nameless[0], state)}; or give its "
+                f"group {self.name} reads no topic or source named {topic}, but has paused partition {partition} of a "
+                f"source that is not registered: {self._reader.missing(nameless[0], nameless[0], state)}; or pass its "
                 "id as TOPIC"
             )
         raise GroupError(
-            f"group {self.name} has not paused partition {partition} of {topic}: there is nothing to decide"
+            f"group {self.name}: partition {partition} of {topic} is not paused, so there is nothing to retry or skip"
         )
 
     def _check_idle(self, state: GroupState, force: bool) -> None:
@@ -279,7 +282,7 @@ class GroupHandle:
             raise GroupActive(f"group {self.name} has members: {some}; stop them first, or force it")
 
     def _too_lively(self) -> GroupActive:
-        return GroupActive(f"group {self.name} changes faster than it can be written to; stop its members first")
+        return GroupActive(f"group {self.name} kept changing while it was being written; stop its members first")
 
     # Changing.
 

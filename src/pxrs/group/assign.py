@@ -81,7 +81,7 @@ ENTRY_POINTS: Final = "pxrs.assignors"
 def assignor_named(name: str) -> Assignor:
     """The assignor of this name. Raises InvalidGroup if there is none."""
     if not isinstance(name, str):
-        raise InvalidGroup(f"assignor is {name!r}; give the name of one, such as {', '.join(ASSIGNORS)}")
+        raise InvalidGroup(f"assignor must be a name, such as {', '.join(ASSIGNORS)}, not {name!r}")
     return _found(name)
 
 
@@ -100,11 +100,12 @@ def targets_of(name: str, members: Sequence[str], partitions: int, before: Seque
     except Exception as error:  # errors of the code of an installed package
         raise AssignorFailed(name, f"it raised {error!r}") from error
     if len(targets) != partitions:
-        raise AssignorFailed(name, f"it assigned {len(targets)} partitions, and there are {partitions}")
+        raise AssignorFailed(name, f"it assigned {len(targets)} partitions, but there are {partitions}")
     there = set(members)
     for number, target in enumerate(targets):
         if not isinstance(target, str) or target not in there:
-            raise AssignorFailed(name, f"it assigned partition {number} to {target!r}, which is no member of the group")
+            raise AssignorFailed(name, f"it assigned partition {number} to {target!r}, which is not a member of the "
+                                       "group")
     return targets
 
 

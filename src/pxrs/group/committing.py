@@ -173,7 +173,7 @@ class Committing(Incarnation):
                 raise
             self._settle(planned, versions)
             return True
-        raise RegistryUnavailable(f"{key} was changed by others {PAUSE_ATTEMPTS_MAX} times; try again")
+        raise RegistryUnavailable(f"{key} was changed by other processes {PAUSE_ATTEMPTS_MAX} times; try again")
 
     def checkpoint_write(
         self, partitions: Iterable[int], *, is_last: bool = False, failure: str | None = None

@@ -92,10 +92,10 @@ class PartitionDescription:
     """The incarnation that owns the partition; None if it is free."""
     owner_name: str | None
     is_owner_there: bool
-    """Whether the owner is there. False also if the owner is gone and no other member has claimed the partition
+    """Whether the owner is a current member. False if it is gone and no other member has claimed the partition
     since."""
     target: str | None
-    """The incarnation that the partition is meant for; None if that is gone and the leader has not chosen another one
+    """The incarnation that should own the partition; None if it is gone and the leader has not chosen another one
     yet."""
     epoch: int
     checkpoint: int | None
@@ -111,11 +111,11 @@ class PartitionDescription:
     """False if `lag` is an upper bound, or None. It is a bound of a table, where it counts the ids of other partitions
     too, and of a partition without a checkpoint, where it counts from the partition's start."""
     paused: Paused | None
-    """The message that holds the partition up, and why."""
+    """The message that the partition is paused at, and why; None if it is not paused."""
 
     @property
     def error(self) -> str | None:
-        """What holds the partition up: the class and message of what the handler raised."""
+        """Why the partition is paused: the class and message of the exception that the handler raised."""
         return None if self.paused is None else self.paused.error
 
     @property
@@ -130,13 +130,13 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """A group as it was while it was read; not at one moment (R1)."""
+    """A group, as read key by key and not at a single moment (R1)."""
 
     name: str
     generation: int
     """The generation of the targets. It rises with every rebalance."""
     leader: str | None
-    """The incarnation of the leader, if that is there."""
+    """The incarnation of the leader; None if there is no leader."""
     members: tuple[MemberDescription, ...]
     partitions: tuple[PartitionDescription, ...]
     topics: tuple[TopicLag, ...]

@@ -103,7 +103,7 @@ class Joining(Incarnation):
                 yield Write({key: entry.version}, {key: unagreed.dump()}, is_quiet=True)
             except Conflict:
                 continue
-        raise RegistryUnavailable(f"{key} was changed by others {ATTEMPTS_MAX} times; try again")
+        raise RegistryUnavailable(f"{key} was changed by other processes {ATTEMPTS_MAX} times; try again")
 
     def _check_members(self) -> Steps[None]:
         """Raise AssignorMismatch if a member has another assignor, whatever topic it reads: any member may come to
@@ -129,15 +129,17 @@ class Joining(Incarnation):
         group, named = self.keys.group, f"{other.name} on {other.host}"
         if not other.is_of_this_layout:
             raise GroupActive(
-                f"group {group} has the member {named} of an earlier version of pxrs, which cannot share it with this "
-                "one: stop all members of the earlier version, then start this one; the group goes on where they were"
+                f"member {named} of group {group} runs an earlier version of pxrs, which cannot share the group with "
+                "this version: stop all members of the earlier version, then start this one; the group continues where "
+                "they stopped"
             )
         if not other.topics & self.member.topics:
             return
         if other.is_alone:
-            raise GroupActive(f"group {group} belongs to {named} alone, as long as that runs")
+            raise GroupActive(f"group {group} is used exclusively by {named}: stop it, or use another group")
         if self.member.is_alone:
-            raise GroupActive(f"group {group} has the member {named}: stop it, use another group, or share the group")
+            raise GroupActive(f"group {group} already has the member {named}, and this member does not share the "
+                              "group: stop it, use another group, or share the group")
 
     def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
         """Whether the group is recorded to read this member's hub, and the version of the key that says so.
@@ -194,7 +196,7 @@ class Joining(Incarnation):
                 return True
             except Conflict:
                 continue  # another member has counted them, or the group was deleted meanwhile
-        raise RegistryUnavailable(f"{starts} was changed by others {ATTEMPTS_MAX} times; try again")
+        raise RegistryUnavailable(f"{starts} was changed by other processes {ATTEMPTS_MAX} times; try again")
 
     def _take_pinning(self, key: str) -> Steps[bool]:
         entry: Entry | None = yield Get(key)

@@ -28,7 +28,7 @@ class TopicLag:
     """The name of the topic or source, or its id if the name is not known."""
     topic_id: str
     is_source: bool
-    """Whether it is a source that is no topic of the hub, such as a table of another system."""
+    """Whether it is a source other than a topic of the hub, such as a table of another system."""
     lag: int | None
     """How many messages are yet to be handled, or an upper bound of that; None if it is not known."""
     is_exact: bool

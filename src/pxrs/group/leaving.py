@@ -99,7 +99,7 @@ def not_committed(
     if protocol is not None:
         numbers = sorted(protocol.held.copy()) if is_last else protocol.due()
     partitions = session.settings.source.named(numbers)
-    reason = f"{error}; others claim what was not released when the lease has ended" if is_last else str(error)
+    reason = f"{error}; other members claim the unreleased partitions when the lease has ended" if is_last else str(error)
     # The outcome is unknown also if the mutex could not be had: what is done may be in a commit that the thread with
     # the mutex waits for. And if an earlier commit of these partitions was sent without an answer.
     is_unknown = isinstance(error, OutcomeUnknown | Busy)
@@ -108,5 +108,5 @@ def not_committed(
     named = name_partitions(partitions)
     what = f"the checkpoint of {named} was not written"
     if is_last:
-        what = f"{name} could not write the last checkpoint of {named}, and has not released them"
+        what = f"{name} could not write the last checkpoint of {named} and has not released them"
     return GroupUnavailable(group, partitions, what, reason)

@@ -68,7 +68,7 @@ from pxrs.scheduler import Next
 
 _END_S_MIN: Final = 1.0
 """How long a member that could not join may at least take to end its lease."""
-_AWAY: Final = "it has left the group for now"
+_AWAY: Final = "it left the group because a handler makes no progress, and rejoins when the handler returns"
 
 
 class GroupMember:
@@ -129,7 +129,7 @@ class GroupMember:
                     with time_limit(max(_END_S_MIN, began + timeout_s - time.monotonic())):
                         session.lease.close()
                 if isinstance(error, RegistryUnavailable | OutcomeUnknown | LeaseExpired):
-                    what = f"{self.name} could not join, and owns nothing"
+                    what = f"{self.name} could not join and owns no partitions"
                     raise GroupUnavailable(self.keys.group, (), what, str(error)) from error
                 raise
 

@@ -44,7 +44,7 @@ def resolve_offsets(to: To, source: Offsets, starts: Starts) -> dict[int, int]:
             return {number: found.end for number, found in source.bounds(numbers).items()}
         case datetime():
             if to.tzinfo is None:
-                raise InvalidGroup(f"reset to {to}: give the time a time zone, such as tzinfo=UTC")
+                raise InvalidGroup(f"reset to {to}: the time has no time zone; give one, such as tzinfo=UTC")
             at = microseconds_of(to)
             return {number: max(source.offset_at(number, at), starts.of(number)) for number in numbers}
         case Mapping():
@@ -66,7 +66,7 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
 
     group: the name of the group, to say what to do instead."""
     if not _is_count(offset):
-        raise InvalidGroup(f"{offset!r} is no offset: give a number from 0 on")
+        raise InvalidGroup(f"{offset!r} is not an offset: give a whole number, 0 or larger")
     if source.has_gaps:  # as it is: rows that were handled may be gone from the table, and say nothing of the others
         return dict.fromkeys(range(source.partitions), _checked({0: offset}, source, starts)[0])
     if source.partitions == 1:
@@ -74,9 +74,9 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
         return _checked({0: offset}, source, starts)
     raise InvalidGroup(
         f"{source.name} has {source.partitions} partitions, and each counts its offsets from 0: a single position, "
-        f"{offset}, does not say how far each of them was read. Give their offsets, as --partition 0=OFFSET "
-        f"--partition 1=OFFSET ... or import_checkpoint({{0: OFFSET, ...}}); or have the group begin at a time, by "
-        f"`pxrs group reset {group} --to TIME` if it is there, or by a consumer with start=TIME if it is new"
+        f"{offset}, does not say how far each of them was read. Give an offset for each partition, with --partition "
+        "0=OFFSET --partition 1=OFFSET ... or import_checkpoint({0: OFFSET, ...}); or start the group at a time, with "
+        f"`pxrs group reset {group} --to TIME` if the group exists, or with a consumer with start=TIME if it is new"
     )
 
 
@@ -95,9 +95,9 @@ def check_starts(source: Offsets, starts: Mapping[int, int]) -> None:
     for partition, (_, end) in source.bounds([number for number, start in starts.items() if start]).items():
         if starts[partition] > end:
             raise CheckpointOutOfRange(
-                f"{source.name}/{partition} ends at offset {end}, and by the registry retention has removed everything "
-                f"before {starts[partition]}: the log is an older copy than the registry. Restore both from the same "
-                "time, or give the hub a new registry with `pxrs registry adopt`"
+                f"{source.name}/{partition} ends at offset {end}, but according to the registry retention has removed "
+                f"everything before {starts[partition]}: the log is an older copy than the registry. Restore both from "
+                "the same time, or give the hub a new registry with `pxrs registry adopt`"
             )
 
 
@@ -105,7 +105,8 @@ def _checked(offsets: dict[int, int], source: Offsets, starts: Starts) -> dict[i
     """The offsets, by partition. Raises if one is not in the log, or lies before `starts`."""
     for partition, offset in offsets.items():
         if not _is_count(offset):
-            raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is no offset; give a number from 0 on")
+            raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is not an offset; give a whole number, 0 or "
+                               "larger")
     if source.has_gaps:
         for partition, offset in offsets.items():
             # Members would be refused there too, when they read.

@@ -174,8 +174,8 @@ class MemberProtocol(Joining, Committing):
         leader = state.members.get(state.leader[0].incarnation) if state.leader is not None else None
         if leader is not None and not leader.is_of_this_layout:
             raise GroupActive(
-                f"group {self.keys.group} is led by the member {leader.name} on {leader.host} of an earlier version of "
-                "pxrs, which cannot share it with this one: stop all members of the earlier version"
+                f"group {self.keys.group} is led by the member {leader.name} on {leader.host}, which runs an earlier "
+                "version of pxrs and cannot share the group with this version: stop all members of the earlier version"
             )
 
     def _me(self) -> Me:

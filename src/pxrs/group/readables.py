@@ -141,8 +141,8 @@ class Readables:
         number, checkpoint = wrong
         problem = (
             f"the lag in {name} is not known: the checkpoint of partition {number}, {checkpoint:,}, is beyond the end, "
-            f"{seen.extents[number][1]:,}. It counts anew, or is an older copy than the checkpoint, or its newest rows "
-            "were deleted and the database does not tell which ids it has given out"
+            f"{seen.extents[number][1]:,}. It was emptied and restarted its offsets, or is an older copy than the "
+            "checkpoint, or its newest rows were deleted and the database does not report which ids it has assigned"
         )
         return replace(seen, problem=problem)
 
@@ -183,11 +183,11 @@ def is_topic_id(id: str) -> bool:
 def advice(group: str, name: str, id: str, read: SourceRead | None) -> str:
     """What to do about a source that is not registered. read: what the group has on record of it."""
     where = f" ({read.address})" if read is not None and read.address else ""
-    called = f"{name}{where} is" if name != id else f"what has the id {id} is"
+    called = f"{name}{where} is" if name != id else f"the source with the id {id} is"
     return (
-        f"{called} neither a topic of this hub nor a registered source: if it is a table, register it with "
-        f"`pxrs source add {name if name != id else 'NAME'} --id {id} --sql-table URL --table TABLE ...`; if the group "
-        f"is not to read it any more, `pxrs group delete {group} --topic {id}` removes its checkpoints"
+        f"{called} neither a topic of this hub nor a registered source: if it is a table, register it with `pxrs "
+        f"source add {name if name != id else 'NAME'} --id {id} --sql-table URL --table TABLE ...`; if the group "
+        f"should no longer read it, `pxrs group delete {group} --topic {id}` removes its checkpoints"
     )
 
 

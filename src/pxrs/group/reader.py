@@ -92,7 +92,7 @@ class GroupReader:
         """What to do about something that the group reads and that is not known here."""
         read = state.sources.get(id)
         if read is None and is_topic_id(id) and state.home.place:
-            return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
+            return f"{name} is not a topic of this hub: the group reads the hub at {state.home.place}"
         return advice(self._keys.group, name, id, read)
 
     def is_deleted_topic(self, state: GroupState, id: str) -> bool:
@@ -106,7 +106,7 @@ class GroupReader:
         return home is None or state.home.hub in ("", home.hub)
 
     def source(self, name: str) -> Offsets:
-        arguments.text(InvalidGroup, "topic", name, "its name")
+        arguments.text(InvalidGroup, "topic", name, "the topic's name")
         try:
             return self.readables.named(name)
         except UnknownTopic:
@@ -126,10 +126,10 @@ class GroupReader:
             if (source := self.readables.find(id, listing)) is not None:
                 sources.append(source)
             elif not self.is_deleted_topic(state, id):
-                raise GroupError(f"{self.missing(names.get(id, id), id, state)}; or name the topic that is meant")
+                raise GroupError(f"{self.missing(names.get(id, id), id, state)}; or name the topic explicitly")
         if not sources:
             raise GroupError(
-                f"group {self._keys.group} reads no topic that is still there; name one, or delete the group"
+                f"group {self._keys.group} reads no topic that still exists; name one, or delete the group"
             )
         return sorted(sources, key=lambda source: source.name)
 
@@ -144,16 +144,16 @@ class GroupReader:
         sources = self.sources_read(state)
         if len(sources) > 1 and not isinstance(to, str | datetime):
             names = ", ".join(source.name for source in sources)
-            raise InvalidGroup(f"group {self._keys.group} reads {names}: say of which the offsets are")
+            raise InvalidGroup(f"group {self._keys.group} reads {names}: name the topic that the offsets are for")
         return sources
 
     def ids_to_forget(self, state: GroupState, topic: str) -> set[str]:
         """The ids of the topics or sources with this name or id of which the group has any record."""
-        arguments.text(InvalidGroup, "topic", topic, "its name or id")
+        arguments.text(InvalidGroup, "topic", topic, "the topic's name or id")
         there = {id for id, _ in state.partitions()} | state.topics_read().keys()
         ids = there & self.ids_named(state, topic)
         if not ids:
-            raise GroupError(f"group {self._keys.group} reads nothing that is called {topic}")
+            raise GroupError(f"group {self._keys.group} reads no topic or source named {topic}")
         return ids
 
     def ids_named(self, state: GroupState, name: str) -> set[str]:

@@ -207,7 +207,7 @@ class Member(Record):
         try:
             further = tuple(ReadTopic(*each) for each in stored.further)
         except TypeError as error:
-            raise RegistryCorrupt(key, f"it is no member: {error}") from error
+            raise RegistryCorrupt(key, f"not a valid member record: {error}") from error
         return replace(stored, assignor=assignor, layout=layout, further=further)
 
 
@@ -355,7 +355,7 @@ class Owner(Record):
         try:
             return replace(stored, past=tuple(Earlier(*each) for each in stored.past))
         except TypeError as error:
-            raise RegistryCorrupt(key, f"it is no owner: {error}") from error
+            raise RegistryCorrupt(key, f"not a valid owner record: {error}") from error
 
 
 NOBODY: Final = Owner(None, 0)

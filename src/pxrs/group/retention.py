@@ -63,8 +63,8 @@ def move_start(topic: str, plan: Callable[[Mapping[int, int]], Mapping[int, int]
                 continue
         return {int(number): start for number, start in starts.offsets.items()}
     raise RetentionPostponed(
-        f"groups were given checkpoints of topic {topic} {ATTEMPTS_MAX} times while its retention looked for what is "
-        "read; it is tried again later"
+        f"groups got new checkpoints of topic {topic} {ATTEMPTS_MAX} times while its retention was reading the "
+        "checkpoints; retention is tried again later"
     )
 
 

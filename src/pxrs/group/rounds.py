@@ -106,7 +106,7 @@ class Rounds:
                 due_at = self._act()
             if due_at is None:
                 _logger.warning(
-                    "group %s, member %s: there is more to do after %d looks", self._group, self._name, LOOKS_MAX
+                    "group %s, member %s: work is left after %d passes", self._group, self._name, LOOKS_MAX
                 )
             self.outage.worked()
             self._session.failure = None
@@ -178,8 +178,7 @@ class Rounds:
         names = sorted(each.name for each in members if not each.is_of_this_layout)
         if names and protocol.is_leading:
             _logger.warning(
-                "group %s, member %s: the members %s are of an earlier version of pxrs and are given no partitions; "
-                "stop them",
+                "group %s, member %s: the members %s run an earlier version of pxrs and get no partitions; stop them",
                 self._group,
                 self._name,
                 ", ".join(names),

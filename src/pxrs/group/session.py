@@ -130,7 +130,7 @@ class Session:
             with self.blocking():  # the thread that has the mutex may be in a callback of the user
                 is_acquired = self.mutex.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
             if not is_acquired:
-                raise Busy("another call or a callback of this member was under way all the time")
+                raise Busy("another call or callback of this member did not end in time")
         try:
             try:
                 yield
@@ -175,7 +175,7 @@ class Session:
         """What keeps the member from its work now; None if nothing does. From any thread, without the mutex."""
         failure = self.failure
         if failure is None and not self.is_joined:
-            return "it is not in the group: its lease has ended, and it has not joined again yet"
+            return "it is not in the group: its lease has ended, and it has not rejoined yet"
         return failure
 
     @property

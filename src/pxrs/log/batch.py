@@ -192,10 +192,10 @@ def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
         raise InvalidRecord("the batch is empty")
     times = records.column("timestamp")
     if times.null_count:
-        raise InvalidRecord("a record without a timestamp")
+        raise InvalidRecord("a record has no timestamp")
     data = records.serialize() if codec == "none" else _serialize(records, codec)
     if _padded(HEADER_BYTES + data.size) > FRAME_BYTES_MAX:
-        raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
+        raise InvalidRecord(f"the batch has {data.size:,} bytes; the limit of a frame is {FRAME_BYTES_MAX:,}")
     first, last = _first_and_last(times)
     return _Checked(data, xxhash.xxh3_64_intdigest(data), records.num_rows, first, last, CODECS.index(codec))
 
@@ -225,7 +225,7 @@ def received_payload(data: pa.Buffer, codec: int) -> Payload:
         records = pa.ipc.read_record_batch(data, SCHEMA)
         records.validate(full=True)
     except (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError) as error:
-        raise InvalidRecord(f"the batch is no Arrow record batch of the log's columns: {str(error)[:500]}") from error
+        raise InvalidRecord(f"the batch is not an Arrow record batch with the log's columns: {str(error)[:500]}") from error
     times = records.column("timestamp")
     if not 0 < records.num_rows <= GAP_ROWS_MAX or times.null_count:
         raise InvalidRecord("the batch is empty or has too many records, or a record has no timestamp")
@@ -238,7 +238,7 @@ def received_payload(data: pa.Buffer, codec: int) -> Payload:
     first, last = bounds["min"].as_py(), bounds["max"].as_py()
     payload = _Checked(data, xxhash.xxh3_64_intdigest(data), records.num_rows, first, last, codec)
     if payload.frame_bytes > FRAME_BYTES_MAX:
-        raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
+        raise InvalidRecord(f"the batch has {data.size:,} bytes; the limit of a frame is {FRAME_BYTES_MAX:,}")
     return payload
 
 
@@ -255,7 +255,7 @@ def check_encoded(payload: Payload) -> None:
     if not 0 < payload.rows <= GAP_ROWS_MAX or not 0 <= payload.codec < len(CODECS):
         raise InvalidRecord(f"the batch was not encoded by pxrs: {payload.rows} rows, codec {payload.codec}")
     if not size or payload.frame_bytes > FRAME_BYTES_MAX:
-        raise InvalidRecord(f"the batch has {size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
+        raise InvalidRecord(f"the batch has {size:,} bytes; the limit of a frame is {FRAME_BYTES_MAX:,}")
     if xxhash.xxh3_64_intdigest(payload.data) != payload.checksum:
         raise InvalidRecord("the batch was damaged after it was encoded: its checksum does not match")
     try:
@@ -266,9 +266,9 @@ def check_encoded(payload: Payload) -> None:
             records = pa.ipc.read_record_batch(payload.data, SCHEMA)
             is_batch, rows = not records.column("timestamp").null_count, records.num_rows
     except (pa.ArrowInvalid, EOFError, OSError) as error:
-        raise InvalidRecord(f"the batch is no Arrow record batch of the log's columns: {error}") from error
+        raise InvalidRecord(f"the batch is not an Arrow record batch with the log's columns: {error}") from error
     if not is_batch or rows != payload.rows:
-        raise InvalidRecord(f"the batch was not encoded by pxrs: it has {rows} rows and says {payload.rows}")
+        raise InvalidRecord(f"the batch was not encoded by pxrs: it has {rows} rows, but says {payload.rows}")
 
 
 def _serialize(records: pa.RecordBatch, codec: str) -> pa.Buffer:
@@ -376,10 +376,10 @@ def _unreadable(data: bytes | memoryview) -> str:
     if magic != MAGIC:
         return "no frame begins here"
     if not HEADER_BYTES_MIN <= length <= len(data):
-        return f"a header of {length} bytes, and {len(data)} are there"
+        return f"the header has {length} bytes, but only {len(data)} are left"
     (checksum,) = _CHECKSUM.unpack_from(data, length - _CHECKSUM.size)
     if version not in _LAYOUTS and xxhash.xxh3_64_intdigest(data[: length - _CHECKSUM.size]) == checksum:
-        return f"a frame of format {version}, which this version does not read"
+        return f"the frame has format {version}, which this version cannot read"
     return "the header's checksum does not match"
 
 
@@ -387,7 +387,7 @@ def check_payload(header: Header, data: memoryview, file: str, position: int) ->
     """Check that `data` begins with the whole frame of this header, by its checksum. Raises DamagedFrame."""
     if len(data) < header.frame_bytes:
         raise DamagedFrame(
-            file, position, f"the file ends {header.frame_bytes - len(data):,} bytes before the frame does"
+            file, position, f"the file ends {header.frame_bytes - len(data):,} bytes before the end of the frame"
         )
     payload = data[header.header_bytes : header.header_bytes + header.payload_bytes]
     if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:
@@ -402,9 +402,9 @@ def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> p
     try:
         records = pa.ipc.read_record_batch(data.slice(header.header_bytes, header.payload_bytes), SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:
-        raise DamagedFrame(file, position, f"the payload is no record batch: {error}") from error
+        raise DamagedFrame(file, position, f"the payload is not a valid record batch: {error}") from error
     if records.num_rows != header.rows:
-        raise DamagedFrame(file, position, f"{records.num_rows} records, and the header says {header.rows}")
+        raise DamagedFrame(file, position, f"{records.num_rows} records, but the header says {header.rows}")
     return records
 
 

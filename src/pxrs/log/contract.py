@@ -108,7 +108,7 @@ class Fetched(NamedTuple):
     """Why this partition cannot be read at the position, though others can: OffsetTrimmed before its start,
     OffsetOutOfRange beyond its end, DamagedFrame, ReadFailed."""
     is_ended: bool = False
-    """No message will ever be at this position or behind it. Do not fetch this partition again: `fetch` would return at
+    """No message will ever be at this position or after it. Do not fetch this partition again: `fetch` would return at
     once each time."""
 
 
@@ -206,7 +206,7 @@ class Source(ABC):
         max_bytes: about how much to read in all, but at least one batch. What is left of it is shared equally by the
                    partitions that have something, in the order of `positions`. If it does not suffice for all, the last
                    ones are left out, so a caller with many partitions gives them in another order each time.
-        timeout:   how many seconds to wait; 0 to take only what is there, None for no limit
+        timeout:   how many seconds to wait; 0 to return only what is available, None for no limit
         cancel:    ends the wait from another thread
 
         Returns the partitions that have something to tell, by number; none if the time is up or `cancel` was set. An
@@ -230,7 +230,7 @@ class Source(ABC):
         return None
 
     def is_ended(self, partition: int, offset: int) -> bool:
-        """Whether no message will ever be at this offset or behind it. False for every topic."""
+        """Whether no message will ever be at this offset or after it. False for every topic."""
         return False
 
     def _read_all(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
@@ -391,7 +391,7 @@ class Log(ABC):
 
     @abstractmethod
     def create_topic(self, topic: Topic) -> TopicLog:
-        """Raises TopicExists if one of this name is there."""
+        """Raises TopicExists if a topic of this name exists."""
 
     @abstractmethod
     def topics(self) -> list[Topic]:
@@ -436,7 +436,7 @@ class Log(ABC):
     def record_events(self, events: Sequence[bytes]) -> None:
         """Of a log that a server keeps: have the server store these events (`pxrs.events.Event.dump`) in its internal
         topics. Every other log has these topics itself. Raises NotPermitted, InvalidArgument, ReadFailed."""
-        raise NotImplementedError(f"{self.url} is kept by no server")
+        raise NotImplementedError(f"{self.url} is not served by a server")
 
     def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
         """Remove what deletions of topics that were cut short have left. Several processes may call it at once. What

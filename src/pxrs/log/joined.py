@@ -40,12 +40,12 @@ class JoinedSource(Source):
         """Raises InvalidTopic if there are no parts, too many, or two with the same id or the same name."""
         self._parts = tuple(each for part in parts for each in part.parts)
         if not 1 <= len(self._parts) <= PARTS_MAX:
-            raise InvalidTopic(f"{len(self._parts)} topics were given to be read together; give 1 to {PARTS_MAX:,}")
+            raise InvalidTopic(f"{len(self._parts)} topics cannot be read together; give 1 to {PARTS_MAX:,}")
         ids, names = [part.id for part in self._parts], [part.name for part in self._parts]
         for which in (ids, names):
             again = [name for at, name in enumerate(names) if which[at] in which[:at]]
             if again:
-                raise InvalidTopic(f"the topic {again[0]!r} is given twice; name each topic once")
+                raise InvalidTopic(f"the topic {again[0]!r} is named twice; name each topic once")
         self.numbering = Numbering((part.id, part.partitions) for part in self._parts)
         self._by_id = dict(zip(ids, self._parts, strict=True))
         self.name, self.id = ", ".join(names), "+".join(ids)
@@ -64,7 +64,7 @@ class JoinedSource(Source):
             id, partition = self.numbering.place(number)
         except IndexError:
             raise InvalidRecord(
-                f"{self.name} have no partition {number} together; they have 0 to {self.partitions - 1}"
+                f"{self.name} together have no partition {number}; they have 0 to {self.partitions - 1}"
             ) from None
         return self._by_id[id], partition
 

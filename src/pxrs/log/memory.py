@@ -241,7 +241,7 @@ class MemoryLog(Log):
         self._check_usable()
         with self._lock:
             if topic.name in self._topics:
-                raise TopicExists(f"there is a topic {topic.name!r} already")
+                raise TopicExists(f"topic {topic.name!r} already exists")
             created = self._topics[topic.name] = MemoryTopic(topic, self)
             return created
 
@@ -287,7 +287,7 @@ class MemoryLog(Log):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise UsedAfterFork("the log in memory was made before a fork: make another one in the child")
+            raise UsedAfterFork("the log in memory was created before a fork: create another one in the child")
 
     def _check_usable(self) -> None:
         self._check_process()

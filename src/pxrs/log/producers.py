@@ -125,7 +125,8 @@ class Producers:
                 continue
             known = seen.get(origin.producer) or self._known.get(origin.producer)
             if known is None and self._may_be_forgotten(each):
-                raise UnknownProducer(f"{_name(origin)}: producers were forgotten, and it may be one of them")
+                raise UnknownProducer(f"{_name(origin)}: the state of some producers was discarded, and this may be "
+                                      "one of them")
             offset = _check(origin, known, self.lost)
             if offset is not None:
                 placed.append(Placement(offset, False))
@@ -224,25 +225,26 @@ def _check(origin: Origin, known: _Known | None, lost: int) -> int | None:
     name = _name(origin)
     if known is None:
         if origin.sequence != 0:
-            raise UnknownProducer(f"{name}: nothing is known of the batches before it")
+            raise UnknownProducer(f"{name}: the batches before it are unknown")
         return None
     stored = known.epoch, known.batches[-1][0]
     if origin.epoch < known.epoch:
-        raise UnknownProducer(f"{name}: epoch {known.epoch} has taken its place", stored)
+        raise UnknownProducer(f"{name}: epoch {known.epoch} has replaced it", stored)
     if origin.epoch > known.epoch:
         if origin.sequence != 0 and known.batches[-1][1] < lost:
             raise UnknownProducer(f"{name}: the batches before it are in the gap up to offset {lost}, or missing")
         if origin.sequence != 0:
-            raise SequenceGap(f"{name}: a new epoch begins with batch 0")
+            raise SequenceGap(f"{name}: a new epoch must begin with batch 0")
         return None
     last = known.batches[-1][0]
     if origin.sequence == last + 1:
         return None
     if origin.sequence > last and known.batches[-1][1] < lost:
-        raise UnknownProducer(f"{name}: the last one that can be read is {last}, and a gap up to offset {lost} follows")
+        raise UnknownProducer(f"{name}: the last batch that can be read is {last}, and a gap up to offset {lost} "
+                              "follows")
     if origin.sequence > last:
-        raise SequenceGap(f"{name}: the last one stored is {last}")
+        raise SequenceGap(f"{name}: the last stored batch is {last}")
     for sequence, offset in known.batches:
         if sequence == origin.sequence:
             return offset
-    raise UnknownProducer(f"{name}: the last one stored is {last}, and only {BATCHES_KEPT} are remembered", stored)
+    raise UnknownProducer(f"{name}: the last stored batch is {last}, and only the last {BATCHES_KEPT} are remembered", stored)

@@ -61,9 +61,9 @@ class Endpoint:
         try:
             self._server = _Server(host, port, _Pages(render, live, ready))
         except UnicodeError as error:
-            raise InvalidArgument(f"cannot listen for metrics on {listen}: {host[:100]!r} is no host name") from error
+            raise InvalidArgument(f"cannot serve metrics on {listen}: {host[:100]!r} is not a host name") from error
         except OSError as error:
-            raise CannotListen(f"cannot listen for metrics on {listen}: {error.strerror or error}") from error
+            raise CannotListen(f"cannot serve metrics on {listen}: {error.strerror or error}") from error
         bound = self._server.socket.getsockname()[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         """Host and port."""
@@ -109,7 +109,7 @@ class _Pages:
             return self._metrics(accept)
         probe = self._probes.get(path)
         if probe is None:
-            return 404, "text/plain; charset=utf-8", b"there are /metrics, /healthz and /readyz\n"
+            return 404, "text/plain; charset=utf-8", b"not found: use /metrics, /healthz or /readyz\n"
         verdict = probe()
         about = {"ok": verdict.is_ok, **({"reason": verdict.reason} if verdict.reason else {}), **verdict.fields}
         body = json.dumps(about, default=str).encode() + b"\n"
@@ -117,7 +117,7 @@ class _Pages:
 
     def _metrics(self, accept: str) -> tuple[int, str, bytes]:
         if not self._collecting.acquire(timeout=COLLECT_S):
-            return 503, "text/plain; charset=utf-8", b"another request has been collecting metrics all the time\n"
+            return 503, "text/plain; charset=utf-8", b"busy: another request is still collecting metrics\n"
         try:
             body, content_type = self._render(accept)
         finally:
@@ -159,7 +159,7 @@ class _Server(ThreadingMixIn, HTTPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError as error:  # the limit of threads is reached
-            _log.log("thread", logging.WARNING, "a request for metrics has no thread: %s", error)
+            _log.log("thread", logging.WARNING, "no thread could be started for a request for metrics: %s", error)
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
@@ -229,7 +229,7 @@ class _Request(BaseHTTPRequestHandler):
             status, content_type, body = self.server.pages.answer(path, self.headers.get("Accept", ""))
         except Exception as error:  # noqa: BLE001 - the client is told, and the log says why
             _log.log("answer", logging.ERROR, "%s cannot be answered: %s", path, error, exc_info=error)
-            status, content_type, body = 500, "text/plain; charset=utf-8", b"failed; the log of the process says why\n"
+            status, content_type, body = 500, "text/plain; charset=utf-8", b"failed; see the log of the process\n"
         try:
             self.send_response(status)
             self.send_header("Content-Type", content_type)

@@ -154,7 +154,7 @@ class Reports:
         try:
             state, counts = load(bytes(line[start:end]))
         except (ValueError, KeyError, TypeError) as error:  # a handler may write to any descriptor
-            _logger.warning("the reports of worker %d cannot be read, and are ignored: %s", number, error)
+            _logger.warning("the reports of worker %d are malformed and ignored: %s", number, error)
             return False
         del line[: end + 1]
         with self._lock:

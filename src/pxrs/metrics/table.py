@@ -61,16 +61,16 @@ PRODUCER_MESSAGES: Final = _metric(
     "pxrs.producer.messages", "counter", "{message}", "topic", "Messages that producers have stored."
 )
 PRODUCER_BYTES: Final = _metric(
-    "pxrs.producer.stored", "counter", "By", "topic", "Bytes of the batches that producers have stored, as encoded."
+    "pxrs.producer.stored", "counter", "By", "topic", "Encoded bytes of the batches that producers have stored."
 )
 PRODUCER_BATCHES: Final = _metric(
     "pxrs.producer.batches", "counter", "{batch}", "topic", "Batches that producers have stored."
 )
 PRODUCER_APPEND: Final = _metric(
-    "pxrs.producer.append", "histogram", "s", "topic", "How long each append to the log took, also those that failed."
+    "pxrs.producer.append", "histogram", "s", "topic", "Duration of each append to the log, including failed ones."
 )
 PRODUCER_RETRIES: Final = _metric(
-    "pxrs.producer.retries", "counter", "{batch}", "topic", "Batches that were sent again because a try failed."
+    "pxrs.producer.retries", "counter", "{batch}", "topic", "Batches that were sent again after a failed attempt."
 )
 PRODUCER_ERRORS: Final = _metric(
     "pxrs.producer.errors",
@@ -84,7 +84,7 @@ PRODUCER_BUFFER: Final = _metric(
     "gauge",
     "By",
     "topic",
-    "What counts towards `buffer_bytes` now; the open chunk of small messages counts once it is sealed.",
+    "Bytes that count towards `buffer_bytes`; the open chunk of small messages counts once it is sealed.",
 )
 CONSUMER_MESSAGES: Final = _metric(
     "pxrs.consumer.messages", "counter", "{message}", "group topic", "Messages that consumers have handed out."
@@ -97,10 +97,10 @@ CONSUMER_POLL: Final = _metric(
     "histogram",
     "s",
     "group",
-    "How long each call that asked for messages waited until there were some, or its time was up.",
+    "How long each call that asks for messages waited until some arrived or its timeout expired.",
 )
 CONSUMER_HANDLING: Final = _metric(
-    "pxrs.consumer.handling", "counter", "s", "group topic", "Time that handlers of `run` and `pxrs worker` have taken."
+    "pxrs.consumer.handling", "counter", "s", "group topic", "Time spent in the handlers of `run` and `pxrs worker`."
 )
 CONSUMER_FAILURES: Final = _metric(
     "pxrs.consumer.failures",
@@ -114,22 +114,22 @@ CONSUMER_COMMITS: Final = _metric(
     "counter",
     "{checkpoint}",
     "group outcome",
-    "Checkpoints that members sent to the registry: written; refused, because the partition is another member's; "
-    "changed by others, and so written again; unknown, because the reply was lost.",
+    "Checkpoints that members sent to the registry: written; refused, because another member owns the partition; "
+    "changed by others and written again; unknown, because the reply was lost.",
 )
 CONSUMER_COMMIT: Final = _metric(
     "pxrs.consumer.commit",
     "histogram",
     "s",
     "group",
-    "How long each write of checkpoints took, also those that failed.",
+    "Duration of each write of checkpoints, including failed ones.",
 )
 CONSUMER_MOVES: Final = _metric(
     "pxrs.consumer.rebalanced",
     "counter",
     "{partition}",
     "group change",
-    "Partitions that came to members or left them: assigned, revoked, released, lost.",
+    "Partitions that members have gained or given up: assigned, revoked, released, lost.",
 )
 CONSUMER_PARTITIONS: Final = _metric(
     "pxrs.consumer.partitions", "gauge", "{partition}", "group topic", "Partitions that consumers own now."
@@ -147,25 +147,25 @@ QUEUE_PUT: Final = _metric(
 QUEUE_TAKEN: Final = _metric("pxrs.queue.taken", "counter", "{item}", "queue", "Deliveries of items to transactions.")
 QUEUE_DONE: Final = _metric("pxrs.queue.done", "counter", "{item}", "queue", "Items whose transaction was committed.")
 QUEUE_RETRIED: Final = _metric(
-    "pxrs.queue.retried", "counter", "{item}", "queue", "Items that were given back to be delivered again."
+    "pxrs.queue.retried", "counter", "{item}", "queue", "Items that were returned for another delivery."
 )
 QUEUE_DEAD: Final = _metric("pxrs.queue.dead", "counter", "{item}", "queue", "Items that became dead letters.")
 QUEUE_IN_FLIGHT: Final = _metric(
     "pxrs.queue.in_flight", "gauge", "{item}", "queue", "Items that open transactions of this process have taken."
 )
 UPKEEP_ROUNDS: Final = _metric("pxrs.upkeep.rounds", "counter", "{round}", "", "Rounds of upkeep.")
-UPKEEP_ROUND: Final = _metric("pxrs.upkeep.round", "histogram", "s", "", "How long each round of upkeep took.")
+UPKEEP_ROUND: Final = _metric("pxrs.upkeep.round", "histogram", "s", "", "Duration of each round of upkeep.")
 UPKEEP_ERRORS: Final = _metric("pxrs.upkeep.errors", "counter", "{error}", "", "Duties of upkeep that failed.")
 UPKEEP_REMOVED: Final = _metric(
     "pxrs.upkeep.removed", "counter", "By", "topic", "Bytes of segments that retention has removed."
 )
-SERVER_STREAMS: Final = _metric("pxrs.server.streams", "gauge", "{stream}", "method", "Open calls of gRPC.")
+SERVER_STREAMS: Final = _metric("pxrs.server.streams", "gauge", "{stream}", "method", "Open gRPC calls.")
 SERVER_STREAM: Final = _metric(
     "pxrs.server.streams_ended",
     "counter",
     "{stream}",
     "method outcome",
-    "Calls of gRPC that have ended: ok; cancelled by the client; refused, see `pxrs.server.refused`; error.",
+    "gRPC calls that have ended: ok; cancelled by the client; refused, see `pxrs.server.refused`; error.",
 )
 SERVER_CALLS: Final = _metric(
     "pxrs.server.calls",
@@ -188,7 +188,7 @@ SERVER_REFUSED: Final = _metric(
     "counter",
     "{call}",
     "reason",
-    "Calls that were refused, by the class of the error: no token, no permission, a limit, a server that stops.",
+    "Calls that were refused, by the class of the error: no token, no permission, a limit, a stopping server.",
 )
 STORAGE_ENTRIES: Final = _metric(
     "pxrs.storage.entries", "counter", "{entry}", "", "Entries that the storage node has synced."
@@ -197,7 +197,7 @@ STORAGE_WRITTEN: Final = _metric(
     "pxrs.storage.written", "counter", "By", "", "Bytes that the storage node has synced, with headers and compaction."
 )
 STORAGE_SYNC: Final = _metric(
-    "pxrs.storage.sync", "histogram", "s", "", "How long it took to write and sync one batch of the journal."
+    "pxrs.storage.sync", "histogram", "s", "", "Duration of writing and syncing one batch of the journal."
 )
 STORAGE_FAILURES: Final = _metric(
     "pxrs.storage.failures", "counter", "{failure}", "", "Batches of the journal that could not be written or synced."
@@ -209,37 +209,37 @@ STORAGE_BYTES: Final = _metric("pxrs.storage.stored", "gauge", "By", "", "Bytes 
 STORAGE_LEDGERS: Final = _metric("pxrs.storage.ledgers", "gauge", "{ledger}", "", "Ledgers on the storage node.")
 STORAGE_FREE: Final = _metric("pxrs.storage.free", "gauge", "By", "", "Free bytes on the disk of the storage node.")
 STORAGE_REFUSES: Final = _metric(
-    "pxrs.storage.refuses", "gauge", "{node}", "", "1 while the storage node takes no entries, such as on a full disk."
+    "pxrs.storage.refuses", "gauge", "{node}", "", "1 while the storage node accepts no entries, as on a full disk."
 )
 STORAGE_DOUBTS: Final = _metric(
     "pxrs.storage.doubts",
     "gauge",
     "{ledger}",
     "",
-    "Ledgers of which the storage node does not know what it has lost, since a start after a power loss or damage.",
+    "Ledgers in doubt: after a power loss or damage, the storage node does not know which of their entries it lacks.",
 )
 STORAGE_DAMAGED: Final = _metric(
     "pxrs.storage.damaged",
     "gauge",
     "{entry}",
     "",
-    "Entries, and ranges of the journal, that the disk of the storage node has damaged and that are not repaired yet.",
+    "Entries and ranges of the journal that are damaged on the disk of the storage node and not repaired yet.",
 )
 STORAGE_SCRUBBED: Final = _metric(
-    "pxrs.storage.scrubbed", "counter", "By", "", "Bytes of sealed segments that were read to find damage."
+    "pxrs.storage.scrubbed", "counter", "By", "", "Bytes of sealed segments that scrubbing has read."
 )
 STORAGE_SCRUB_LEFT: Final = _metric(
-    "pxrs.storage.scrub_left", "gauge", "By", "", "Bytes of sealed segments that this round has not read yet."
+    "pxrs.storage.scrub_left", "gauge", "By", "", "Bytes of sealed segments that this round of scrubbing has left."
 )
 STORAGE_SCRUB_ENDED: Final = _metric(
-    "pxrs.storage.scrub_ended", "gauge", "s", "", "When the last round ended, in seconds since 1970; 0: none has."
+    "pxrs.storage.scrub_ended", "gauge", "s", "", "When the last round of scrubbing ended, in seconds since 1970; or 0."
 )
 BROKER_PARTITIONS: Final = _metric(
     "pxrs.broker.partitions",
     "gauge",
     "{partition}",
     "state",
-    "Partitions that the broker owns: serving, or opening, which is also the state of one that could not be opened.",
+    "Partitions that the broker owns: serving, or opening, which includes those that could not be opened.",
 )
 BROKER_UNSERVED: Final = _metric(
     "pxrs.broker.unserved",
@@ -282,14 +282,14 @@ BROKER_RECOVERY: Final = _metric(
     "histogram",
     "s",
     "outcome",
-    "How long the recovery of a ledger took whose writer was gone: closed, or failed, which is tried again.",
+    "Duration of each recovery of a ledger whose writer was gone: closed, or failed and to be retried.",
 )
 BROKER_OPENING: Final = _metric(
     "pxrs.broker.opening",
     "histogram",
     "s",
     "outcome",
-    "How long it took to open a partition, with the recovery of its last ledger: serving, or failed.",
+    "Duration of each opening of a partition, including the recovery of its last ledger: serving, or failed.",
 )
 BROKER_DEGRADED: Final = _metric(
     "pxrs.broker.degraded",
@@ -303,7 +303,7 @@ BROKER_LACKING: Final = _metric(
     "gauge",
     "{ledger}",
     "kind",
-    "Closed ledgers that lack copies, or were not checked yet, and that the broker is to repair: of its partitions "
+    "Closed ledgers that lack copies, or were not checked yet, and that the broker has to repair: of its partitions "
     "(partition), or of rows that Spark has staged (staged).",
 )
 BROKER_REPAIRING: Final = _metric(
@@ -311,21 +311,21 @@ BROKER_REPAIRING: Final = _metric(
     "gauge",
     "{ledger}",
     "",
-    "Ledgers whose copies the broker is making anew or checking.",
+    "Ledgers whose copies the broker is recreating or checking.",
 )
 BROKER_REPAIRS: Final = _metric(
     "pxrs.broker.repairs",
     "counter",
     "{ledger}",
     "outcome",
-    "Ledgers whose copies were made anew or checked: repaired, or failed, which is tried again.",
+    "Ledgers whose copies were recreated or checked: repaired, or failed and to be retried.",
 )
 BROKER_REPAIR_FAILED: Final = _metric(
     "pxrs.broker.repair_failed",
     "gauge",
     "s",
     "",
-    "When a repair last failed, in seconds since 1970; no value if none has since the broker was started.",
+    "When a repair last failed, in seconds since 1970; absent if none has failed since the broker was started.",
 )
 BROKER_COPIED: Final = _metric(
     "pxrs.broker.copied",
@@ -345,7 +345,7 @@ SPARK_BATCHES: Final = _metric(
     "pxrs.spark.batches", "counter", "{batch}", "query", "Micro-batches that Spark has finished."
 )
 SPARK_ROWS: Final = _metric("pxrs.spark.rows", "counter", "{row}", "query", "Rows that these batches have read.")
-SPARK_BATCH: Final = _metric("pxrs.spark.batch", "histogram", "s", "query", "How long each batch took.")
+SPARK_BATCH: Final = _metric("pxrs.spark.batch", "histogram", "s", "query", "Duration of each batch.")
 SPARK_FAILURES: Final = _metric(
     "pxrs.spark.failures", "counter", "{query}", "query", "Queries that ended with an error."
 )
@@ -358,7 +358,7 @@ SPARK_LAG: Final = _metric(
 )
 SPARK_STATE: Final = _metric("pxrs.spark.state", "gauge", "{row}", "query", "Rows of state after the last batch.")
 WORKER_RESTARTS: Final = _metric(
-    "pxrs.worker.restarts", "counter", "{process}", "worker", "Worker processes that died, and were started again."
+    "pxrs.worker.restarts", "counter", "{process}", "worker", "Worker processes that died and were restarted."
 )
 WORKER_PROCESSES: Final = _metric(
     "pxrs.worker.processes",
@@ -377,7 +377,7 @@ METRICS_ERRORS: Final = _metric(
 
 # What `pxrs metrics` reads from the hub, whichever processes run.
 HUB_TOPIC_MESSAGES: Final = _metric(
-    "pxrs.topic.messages", "gauge", "{message}", "topic", "Messages of a topic from its starts to its ends."
+    "pxrs.topic.messages", "gauge", "{message}", "topic", "Messages of a topic, in all its partitions."
 )
 HUB_TOPIC_END: Final = _metric(
     "pxrs.topic.offsets",
@@ -400,7 +400,7 @@ HUB_GROUP_LAG: Final = _metric(
     "Messages between the group's checkpoints and the ends of the topic; absent if that is not known.",
 )
 HUB_GROUP_LAG_MAX: Final = _metric(
-    "pxrs.group.lag_max", "gauge", "{message}", "group topic", "The lag of the partition with the largest one."
+    "pxrs.group.lag_max", "gauge", "{message}", "group topic", "The largest lag of any partition."
 )
 HUB_GROUP_AGE: Final = _metric(
     "pxrs.group.checkpoint.age",
@@ -419,12 +419,12 @@ HUB_GROUP_PAUSED: Final = _metric(
 HUB_QUEUE_ITEMS: Final = _metric(
     "pxrs.queue.items", "gauge", "{item}", "queue state", "Items of a queue: ready, delayed, in_flight, dead."
 )
-HUB_AGE: Final = _metric("pxrs.hub.age", "gauge", "s", "", "How old the values are that were read from the hub.")
-HUB_READ: Final = _metric("pxrs.hub.read", "gauge", "s", "", "How long the last reading of the hub took.")
+HUB_AGE: Final = _metric("pxrs.hub.age", "gauge", "s", "", "Age of the values that were read from the hub.")
+HUB_READ: Final = _metric("pxrs.hub.read", "gauge", "s", "", "Duration of the last reading of the hub.")
 HUB_UP: Final = _metric(
     "pxrs.hub.up",
     "gauge",
     "{hub}",
     "",
-    "1 if the hub could be read the last time; 0 if not: then the values are older.",
+    "1 if the last reading of the hub succeeded; 0 if it failed, so that the values are older.",
 )

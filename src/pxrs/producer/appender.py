@@ -93,7 +93,7 @@ _PASSING: Final = (
     *(ReadFailed, RegistryUnavailable, ServerBusy),
 )
 """Errors that say nothing about later batches of the partition."""
-_LOOK_FOR_IT: Final = "whether the messages are in the log is not known: look for them before you send them again"
+_LOOK_FOR_IT: Final = "whether the messages were stored is unknown: check the topic before you send them again"
 
 
 @dataclass(slots=True)
@@ -311,7 +311,7 @@ class Appender:
                 place = f"{self._log.name}/{lane.partition}"
                 if lane.is_given or lane.may_be_stored:
                     error: Exception = AppendUnknown(
-                        f"{place}: the producer was closed before an answer; {_LOOK_FOR_IT}"
+                        f"{place}: the producer was closed before the log answered; {_LOOK_FOR_IT}"
                     )
                 else:
                     error = AppendFailed(f"{place}: not stored, because the producer was closed{self._tried(lane)}")
@@ -364,7 +364,7 @@ class Appender:
         try:
             with time_limit_at(until):
                 self._log.append_each(appends, lambda outcomes: self._hear(call, outcomes))
-            raised = MaybeStored(AppendUnknown(f"{self._log.name}: the log has told no outcome; {_LOOK_FOR_IT}"))
+            raised = MaybeStored(AppendUnknown(f"{self._log.name}: the log returned no outcome; {_LOOK_FOR_IT}"))
         except AppendUnknown as error:
             raised = MaybeStored(error)
         except PxrsError as error:  # see `TopicLog.append`: it raises these before anything is stored
@@ -613,7 +613,7 @@ class Appender:
         else:
             tried = self._tried(lane)
             if lane.may_be_stored and isinstance(error, PxrsError) and not isinstance(error, AppendUnknown):
-                what = f"an earlier try may have stored the batch, and the last one failed: {error}"
+                what = f"an earlier attempt may have stored the batch, and the last one failed: {error}"
                 final: Exception = AppendUnknown(f"{what}{tried}. {_LOOK_FOR_IT.capitalize()}")
             else:
                 final = _with_text(error, tried)
@@ -625,7 +625,8 @@ class Appender:
         """Move the batches that are stored from the group to `results`. Returns the error of the others; None if all
         are stored."""
         if len(outcomes) != len(lane.parts):
-            what = f"{self._log.name}/{lane.partition}: {len(outcomes)} outcomes of {len(lane.parts)} batches"
+            got = f"the log returned {len(outcomes)} outcomes for {len(lane.parts)} batches"
+            what = f"{self._log.name}/{lane.partition}: {got}"
             outcomes = [MaybeStored(AppendUnknown(what))] * len(lane.parts)
         error: Exception | None = None
         kept = []
@@ -658,8 +659,8 @@ class Appender:
         behind = error
         if isinstance(error, _PASSING):
             behind = AppendFailed(
-                f"{self._log.name}/{lane.partition}: not stored, because what was sent to the partition before it has "
-                f"failed: {error}"
+                f"{self._log.name}/{lane.partition}: not stored, because an earlier batch of the partition failed: "
+                f"{error}"
             )
         results += [(batch, error) for part in lane.parts for batch in part]
         results += [(batch, behind if lane.parts else error) for batch in lane.queue]
@@ -687,7 +688,7 @@ class Appender:
         if now is None and lane.tries <= 1 and took_s < 1:
             return ""
         if not lane.tries:
-            return "; it was not given to the log"
+            return "; it was not sent to the log"
         last = "" if lane.error is None or now is None else f", the last answer: {lane.error}"
         return f"; tried {counted(lane.tries, 'time')} within {took_s:.1f} s{last}"
 

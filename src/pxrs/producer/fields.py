@@ -19,7 +19,7 @@ def bytes_of(name: str, given: object) -> bytes | None:
         return _utf8(name, given)
     if isinstance(given, bytearray | memoryview):
         return bytes(given)
-    raise InvalidRecord(f"the {name} is {type(given).__name__}; give bytes, str or None")
+    raise InvalidRecord(f"the {name} must be bytes, str or None, not {type(given).__name__}")
 
 
 def headers_of(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
@@ -30,7 +30,7 @@ def headers_of(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
         raise InvalidRecord(f"headers are pairs of a name and bytes: {error}") from None
     for name, _ in pairs:
         if not isinstance(name, str):
-            raise InvalidRecord(f"the header name {name!r} is no str")
+            raise InvalidRecord(f"the header name {name!r} is not a str")
         _utf8("header name", name)
     return pairs
 
@@ -42,7 +42,7 @@ def microseconds(timestamp: int | datetime) -> int:
             raise InvalidRecord(f"the time {timestamp} has no time zone; give one, such as UTC")
         return microseconds_of(timestamp)
     if not isinstance(timestamp, int) or isinstance(timestamp, bool) or not -(1 << 63) <= timestamp < 1 << 63:
-        raise InvalidRecord(f"the time {timestamp!r} is not in whole microseconds since 1970")
+        raise InvalidRecord(f"the time {timestamp!r} must be a datetime or whole microseconds since 1970")
     return timestamp
 
 
@@ -50,4 +50,4 @@ def _utf8(name: str, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRecord(f"the {name} is no text that UTF-8 can hold: {error}") from None
+        raise InvalidRecord(f"the {name} cannot be encoded as UTF-8: {error}") from None

@@ -250,7 +250,8 @@ class Outbox:
 
     def check_usable(self) -> None:
         if self.is_forked:
-            raise UsedAfterFork(f"the producer of {self.name} was made before a fork: make another one in the child")
+            raise UsedAfterFork(f"the producer of {self.name} was created before a fork: create another one in the "
+                                "child")
         if self.is_closing:
             raise Closed(f"the producer of {self.name} was closed")
 
@@ -443,7 +444,7 @@ class Outbox:
         with self.lock:
             if not self.is_ended:
                 rest = (*self.in_hand, *self.ready, *((self.chunk,) if self.chunk.rows else ()))
-                why = "not stored, because the producer was closed; it was not given to the log"
+                why = "not stored, because the producer was closed; it was not sent to the log"
                 error = AppendFailed(f"{self.name}: {why}")
                 self.error = self.error or (error if rest else None)
                 self._fail_all(error)
@@ -457,7 +458,7 @@ class Outbox:
         self.chunk_end = 0
         self.lock = threading.Lock()
         self.done.forget_waiters()
-        self._fail_all(UsedAfterFork("the message was sent before a fork: only the parent learns of its place"))
+        self._fail_all(UsedAfterFork("the message was sent before a fork: only the parent process gets its result"))
 
     def _fail_all(self, error: BaseException) -> None:
         """Set this error as the result of everything that has none yet."""

@@ -83,7 +83,7 @@ class Producer:
         )
         if limits.delivery_s <= limits.linger_s:
             raise InvalidArgument(
-                f"delivery_timeout is {limits.delivery_s:g} s: give more than linger_s, which is {limits.linger_s:g} s"
+                f"delivery_timeout ({limits.delivery_s:g} s) must be longer than linger_s ({limits.linger_s:g} s)"
             )
         tries = arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000)
         self._log = log
@@ -114,10 +114,10 @@ class Producer:
         """Send one message; str is taken as UTF-8. The receipt's `result()` waits until it is durable.
 
         timestamp: microseconds since 1970, or a datetime with a time zone; now if none is given.
-        partition: else that of the key's hash. Messages without a key are spread over the partitions in runs: see
-                   docs/log.md.
-        Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a partition that takes no more
-        messages, as after the topic was deleted. If an interrupt ends it, the message may have been sent.
+        partition: by default the one of the key's hash. Messages without a key are spread over the partitions in runs:
+                   see docs/log.md.
+        Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a partition that accepts no more
+        messages, as after the topic was deleted. If an interrupt ends the call, the message may have been sent.
         """
         if (
             headers is None
@@ -144,12 +144,12 @@ class Producer:
         return self._send_any(value, key, headers, timestamp, partition)
 
     def send_batch(self, table: pa.Table | pa.RecordBatch) -> TableReceipt:
-        """Send the rows of a table with the columns value and, if there, key, timestamp, headers, partition.
+        """Send the rows of a table with the columns value and, optionally, key, timestamp, headers, partition.
 
-        A null timestamp is now, a null partition that of the key; rows with neither a key nor a partition are spread as
-        `send` does it. Rows of one partition keep their order, also with what was sent before. Raises InvalidRecord
-        before anything of the table was sent, and PartlySent, whose `receipt` tells of the rows that were, if the
-        buffer stays full or a partition takes no more messages."""
+        A null timestamp means now, a null partition the one of the key; rows with neither a key nor a partition are
+        spread as by `send`. Rows of one partition keep their order, also relative to earlier messages. Raises
+        InvalidRecord before any row is sent, and PartlySent, whose `receipt` tells which rows were sent, if the buffer
+        stays full or a partition accepts no more messages."""
         outbox = self._outbox
         with outbox.lock:
             outbox.check_usable()
@@ -171,11 +171,11 @@ class Producer:
     def flush(self, timeout: float | timedelta | None = None) -> None:
         """Wait until everything sent before is durable or has failed: at most 2 s longer than `delivery_timeout`.
 
-        Raises the first error of a message since `flush` or `close` has last raised one; of messages that were sent
-        later, too, if they have failed already. The producer can be used on: see docs/log.md.
+        Raises the first error of a message since `flush` or `close` last raised one, also of messages that were sent
+        during the call and have failed already. The producer can still be used: see docs/log.md.
 
-        timeout: after this, in seconds or as a timedelta, raises TimeoutError. What waits stays under way, and its
-        errors are raised by the next call."""
+        timeout: after this, in seconds or as a timedelta, raises TimeoutError. Waiting messages are still sent, and
+                 their errors are raised by the next call."""
         outbox = self._outbox
         limit_s = outbox.limits.delivery_s + LATE_S
         timeout_s = limit_s if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout)
@@ -194,11 +194,11 @@ class Producer:
                 raise copy_of(outbox.fatal)
 
     def close(self, timeout: float | timedelta | None = None) -> None:
-        """Send what waits, then stop: at most 2 s longer than `delivery_timeout`. Raises the first error that neither
-        `flush` nor an earlier call has raised.
+        """Send the waiting messages, then stop: at most 2 s longer than `delivery_timeout`. Raises the first error that
+        neither `flush` nor an earlier call has raised.
 
-        timeout: after this, in seconds or as a timedelta, what is not stored fails, as not stored or as unknown, and
-        TimeoutError is raised. The producer is closed anyway."""
+        timeout: after this, in seconds or as a timedelta, messages that are not stored fail, as not stored or as
+                 unknown, and TimeoutError is raised. The producer is closed in any case."""
         self.sending.close(None if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout))
 
     def _send_any(
@@ -221,7 +221,7 @@ class Producer:
         if header_list:
             size += sum(len(name) * _UTF8_BYTES_MAX + len(content or b"") + PAIR_BYTES for name, content in header_list)
         if size > MESSAGE_BYTES_MAX:
-            raise InvalidRecord(f"{self._log.name}: a message of {size:,} bytes, and {MESSAGE_BYTES_MAX:,} is the most")
+            raise InvalidRecord(f"{self._log.name}: the message has {size:,} bytes; the limit is {MESSAGE_BYTES_MAX:,}")
         time_us = None if timestamp is None else microseconds(timestamp)
         if partition is not None and not self._is_partition(partition):
             raise InvalidRecord(f"{self._log.name} has no partition {partition!r}; it has 0 to {self._partitions - 1}")
@@ -269,11 +269,11 @@ class Producer:
             if not was_closing:
                 error = outbox.error or outbox.fatal
                 outbox.error = None  # told by the warning: a hub that is closed later does not raise it again
-                dropped.warn(name, f"not all of what it had was stored: {error}", self)
+                dropped.warn(name, f"not all of its messages were stored: {error}", self)
             return
         self.sending.close_dropped(self.hub)
         if not was_closing:
-            dropped.warn(name, "what waits in it is stored now, and an error of that is only logged", self)
+            dropped.warn(name, "its waiting messages are sent now, and errors are only logged", self)
 
     def __repr__(self) -> str:
         return f"<Producer of {self._log.name}{' closed' if self._outbox.is_closing else ''}>"

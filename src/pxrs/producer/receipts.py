@@ -150,7 +150,7 @@ class RowReceipt(Receipt):
     def result(self, timeout: float | timedelta | None = None) -> tuple[int, int]:
         places, row = self.places, self.index // WIDTH
         if not places.done.wait_for(lambda: places.find(row) is not None, _timeout_s(timeout)):
-            raise TimeoutError(f"not stored within {timeout} s; it may be yet")
+            raise TimeoutError(f"not stored within {timeout} s; it may still be stored")
         found = places.find(row)
         assert found is not None
         batch, row = found
@@ -185,7 +185,7 @@ class TableReceipt:
         some could not be stored, TimeoutError if it takes longer."""
         timeout_s = _timeout_s(timeout)
         if self._batches and not self._batches[0][0].done.wait_for(lambda: self.is_done, timeout_s):
-            raise TimeoutError(f"not all stored within {timeout} s; they may be yet")
+            raise TimeoutError(f"not all stored within {timeout} s; they may still be stored")
         for batch, _ in self._batches:
             if batch.error is not None:
                 raise copy_of(batch.error)

@@ -139,8 +139,8 @@ class SendingThread:
             self._abandon()
         atexit.unregister(self._at_exit)
         late = TimeoutError(
-            f"the producer of {self._log.name} was closed, and not everything was stored within {timeout_s or 0:g} s: "
-            "receipts tell of each message"
+            f"the producer of {self._log.name} was closed, but not everything was stored within {timeout_s or 0:g} s: "
+            "the receipts have the result of each message"
         )
         with outbox.lock:
             if is_late and not is_ended:
@@ -370,7 +370,7 @@ class SendingThread:
         atexit.unregister(self._at_exit)
         if outbox.error is not None:
             _logger.error(
-                "the producer of %s was dropped without close(), and not all of what it had was stored: %s",
+                "the producer of %s was dropped without close(), and not all of its messages were stored: %s",
                 self._log.name,
                 outbox.error,
             )

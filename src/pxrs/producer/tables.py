@@ -58,25 +58,26 @@ def read_table(table: pa.Table | pa.RecordBatch, partitions: int, row_bytes_max:
     if isinstance(table, pa.RecordBatch):
         table = pa.Table.from_batches([table])
     if not isinstance(table, pa.Table):
-        raise InvalidRecord(f"a {type(table).__name__} is no Arrow table or record batch")
+        raise InvalidRecord(f"the table must be an Arrow table or record batch, not {type(table).__name__}")
     names = table.column_names
     unknown = [name for name in names if name not in (*SCHEMA.names, "partition")]
     if unknown or "value" not in names or len(set(names)) != len(names):
         raise InvalidRecord(
-            f"the table has the columns {', '.join(names)}; there must be value, and there may be key, timestamp, "
-            "headers and partition, each once"
+            f"the table has the columns {', '.join(names)}; it must have value, and may have key, timestamp, headers "
+            "and partition, each once"
         )
     columns = {field.name: _read_column(table, field.name, field.type) for field in SCHEMA}
     if "partition" in names:
         columns["partition"] = _read_column(table, "partition", pa.int32())
         least, most = pc.min_max(columns["partition"]).values()
         if least.is_valid and not 0 <= least.as_py() <= most.as_py() < partitions:
-            raise InvalidRecord(f"partitions from {least} to {most}, and there are 0 to {partitions - 1}")
+            raise InvalidRecord(f"the column partition has {least} to {most}, but the topic has partitions 0 to "
+                                f"{partitions - 1}")
     _check_headers(columns["headers"])
     longest = pc.max(_row_bytes(columns)).as_py() or 0
     if longest > row_bytes_max:
         raise InvalidRecord(
-            f"a row with {longest:,} bytes of key, value and headers, and {row_bytes_max:,} is the most"
+            f"a row has {longest:,} bytes of key, value and headers; the limit is {row_bytes_max:,}"
         )
     columns["timestamp"] = columns["timestamp"].fill_null(
         pa.scalar(time.time_ns() // 1000, pa.int64()).cast(SCHEMA.field("timestamp").type)
@@ -210,15 +211,15 @@ def _read_column(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedA
         # Times are cut to microseconds; no other conversion may lose anything.
         return column.cast(options=pc.CastOptions(wanted, allow_time_truncate=True))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise InvalidRecord(f"the column {name} is {given} and cannot be taken as {wanted}: {error}") from error
+        raise InvalidRecord(f"the column {name} is {given} and cannot be converted to {wanted}: {error}") from error
 
 
 def _check_type(name: str, given: pa.DataType, wanted: pa.DataType) -> None:
     """Raise InvalidRecord for types that a cast would accept but change, or lose a part of."""
     if wanted == pa.binary() and not _is_text(given):
-        raise InvalidRecord(f"the column {name} is {given}; give binary or string")
+        raise InvalidRecord(f"the column {name} must be binary or string, not {given}")
     if name == "partition" and not (pa.types.is_integer(given) or pa.types.is_null(given)):
-        raise InvalidRecord(f"the column partition is {given}; give whole numbers")
+        raise InvalidRecord(f"the column partition must have whole numbers, not {given}")
     if name == "timestamp" and pa.types.is_timestamp(given) and given.tz is None:
         raise InvalidRecord("the column timestamp has no time zone; give one, such as UTC")
     if name == "headers":

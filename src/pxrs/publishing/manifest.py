@@ -258,7 +258,7 @@ class Publisher:
         except RegistryCorrupt as error:
             if self._given_up.get(entry.key) != entry.version:
                 self._given_up[entry.key] = entry.version
-                _logger.error("the last batch of query %s is left as it is: %s", query_of(entry.key), error)
+                _logger.error("the last batch of query %s is not finished: %s", query_of(entry.key), error)
             return None
 
     def _finish_other(self, key: str, manifest: Manifest, version: int) -> None:
@@ -268,7 +268,7 @@ class Publisher:
             self._finish(key, manifest, version)
         except _UNFINISHABLE as error:  # logged here, and raised to its own query when that comes back
             self._given_up[key] = version
-            what = "batch %d of query %s is not finished, and cannot be: %s"
+            what = "batch %d of query %s is not finished and cannot be finished: %s"
             _logger.error(what, manifest.batch, query_of(key), error)
 
     def _finish_own(self, key: str, manifest: Manifest, version: int) -> None:
@@ -281,9 +281,9 @@ class Publisher:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
                 raise error.__cause__ from error  # such as too many open files: the batch can be finished later
             raise BatchRefused(
-                f"batch {manifest.batch} of query {query_of(key)} cannot be finished: {error}. It may be in "
-                f"{self._topics_named(key, manifest)} in part, or whole: look at the end. Then start with a new "
-                "checkpoint location"
+                f"batch {manifest.batch} of query {query_of(key)} cannot be finished: {error}. It may be stored in "
+                f"{self._topics_named(key, manifest)} in part or completely: look at the end of the topic, then start "
+                "with a new checkpoint location"
             ) from error
 
     def _topics_named(self, key: str, manifest: Manifest) -> str:
@@ -315,8 +315,8 @@ class Publisher:
             return False
         self._strangers.add(feed.group)
         _logger.warning(
-            "the group %s is in another registry than the topics that are written: its checkpoints follow after each "
-            "batch instead of together with it",
+            "the group %s is in another registry than the topics that are written: its checkpoints are committed after "
+            "each batch, not together with it",
             feed.group,
         )
         return False
@@ -344,8 +344,8 @@ class Publisher:
         except (CommitTooLarge, ValueTooLarge) as error:
             raise BatchRefused(
                 f"batch {manifest.batch} of query {query_of(key)} does not fit into one commit of this registry: "
-                f"{error}. Nothing of it was written. Read fewer partitions in one batch, or write it in fewer tasks "
-                "(coalesce) and to fewer topics; or use a registry that takes more"
+                f"{error}. None of it was written. Read fewer partitions in one batch, or write it in fewer tasks "
+                "(coalesce) and to fewer topics; or use a registry with larger limits"
             ) from error
 
     def _add_checkpoints(self, feed: Feed, parts: dict[str, CheckpointWrite]) -> None:
@@ -361,11 +361,11 @@ class Publisher:
             entry = self._calls.get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
             if entry is None or offset != span.start:
-                is_done = "the batch was published before the topic that it went to was deleted and made again, "
+                is_done = "the batch was published before its topic was deleted and created again, "
                 raise BatchRefused(
-                    f"the batch reads {feed.group}'s partition {feed.name}/{number} from offset {span.start}, and the "
-                    f"group's checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or "
-                    "the group was reset while the batch was on its way. To follow the group, start with a new "
+                    f"the batch reads {feed.group}'s partition {feed.name}/{number} from offset {span.start}, but the "
+                    f"group's checkpoint is {offset}: {is_done if offset == span.end else ''}another consumer moved "
+                    "it, or the group was reset while the batch was running. To follow the group, start with a new "
                     f"checkpoint location; to follow Spark, reset the group to offset {span.start}"
                 )
             checkpoint = Checkpoint(span.end, time.time(), "spark", span.epoch)
@@ -407,8 +407,8 @@ class Publisher:
         now = None if entry is None else load_own(entry)
         if now is not None and now.batch == manifest.batch and not now.is_published:
             raise BatchRefused(
-                f"the staged files of batch {manifest.batch} of query {query_of(key)} are gone, and it is not "
-                "published whole"
+                f"the staged files of batch {manifest.batch} of query {query_of(key)} are gone, and only a part of it "
+                "is published"
             )
 
     def _append(self, key: str, manifest: Manifest) -> None:

@@ -164,8 +164,8 @@ class Membership:
         except UNREACHABLE as error:
             raise with_advice(
                 error,
-                f"group {self.group}: the registry could not be reached for as long as the lease lived, "
-                f"{self.lease_s:g} s: {error}. Start the query again: it goes on where it was",
+                f"group {self.group}: the registry could not be reached for the whole time of the lease, "
+                f"{self.lease_s:g} s: {error}. Start the query again: it continues where it stopped",
             ) from error
 
     def commit(self) -> None:
@@ -215,14 +215,14 @@ class Membership:
             raise self.without_lease()
         if not self._options.is_shared:
             raise GroupActive(
-                f"group {self.group}: others still own {counted(missing, 'partition')} of {self._source.name} after "
-                f"{self.settle_s:g} s; see `pxrs group describe`"
+                f"group {self.group}: other members still own {counted(missing, 'partition')} of {self._source.name} "
+                f"after {self.settle_s:g} s; see `pxrs group describe`"
             )
 
     def without_lease(self) -> RegistryUnavailable:
         return RegistryUnavailable(
-            f"group {self.group}: the lease has run out, and no new lease was granted in {self.settle_s:g} s. "
-            "Start the query again when the registry can be reached: it goes on where it was"
+            f"group {self.group}: the lease has run out, and no new lease was granted in {self.settle_s:g} s. Start "
+            "the query again when the registry can be reached: it continues where it stopped"
         )
 
     def take_unplaced(self) -> list[tuple[Lane, Checkpoint]]:

@@ -29,7 +29,7 @@ REPLACED: Final = (
 """The advice for a query whose topic was deleted and created again."""
 RESTART: Final = (
     "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
-    "again: it reads the batch again with the same offsets, and nothing is lost or doubled"
+    "again: it reads the batch again with the same offsets, and nothing is lost or duplicated"
 )
 """The advice for a batch whose partitions were lost before it was published."""
 TASK_IDS: Final = 100_000
@@ -109,7 +109,7 @@ def resume_at(finished: Span | None, checkpoint: Checkpoint, is_shared: bool, pa
     if checkpoint.offset > finished.end and not is_shared:
         raise CheckpointsDiffer(
             f"{partition}: Spark's checkpoint ends at offset {finished.end}, the group's at {checkpoint.offset}: an "
-            f"old checkpoint location was restored, or somebody else consumed in this group. {_advice(finished.end)}"
+            f"old checkpoint location was restored, or another consumer read in this group. {_advice(finished.end)}"
         )
     return max(checkpoint.offset, finished.end)
 
@@ -134,7 +134,7 @@ def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_sha
     if is_shared:
         return False
     raise CheckpointsDiffer(
-        f"{partition}: Spark repeats the offsets {span.start} to {span.end - 1}, and the group's checkpoint is "
+        f"{partition}: Spark repeats the offsets {span.start} to {span.end - 1}, but the group's checkpoint is "
         f"{checkpoint.offset}. {_advice(span.start)}"
     )
 

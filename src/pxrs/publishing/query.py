@@ -54,12 +54,13 @@ _logger = logging.getLogger(__name__)
 
 _FOR_STATE: Final = (
     "the batch is published, but Spark has not recorded it as finished, and reads its rows again to rebuild the "
-    "query's state. Start with a new checkpoint location: the state begins empty, and the group goes on where it is"
+    "query's state. Start with a new checkpoint location: the state begins empty, and the group continues at its "
+    "checkpoints"
 )
 _FOR_STATE_PERHAPS: Final = (
     "the batch is published, but Spark has not recorded it as finished, and whether the query keeps state is not "
-    "known: its checkpoint location is no folder of this machine. If it keeps none, start with a new checkpoint "
-    "location, and nothing is lost"
+    "known: its checkpoint location is not a folder on this machine. If it keeps no state, start with a new checkpoint "
+    "location: nothing is lost"
 )
 
 
@@ -286,7 +287,7 @@ class Query:
         if lane.position > end:
             raise CheckpointOutOfRange(
                 f"group {self._options.group} is at offset {lane.position} of {place_name(self.source, number)}, which "
-                f"ends at {end}; is this the same log? Reset the group if it is"
+                f"ends at {end}: check that this is the right log; if it is, reset the group"
             )
         end = self._within_target(number, end)
         if end <= lane.position:

@@ -185,7 +185,7 @@ class Manifest:
                 found["parts"] = [Part(*part) for part in found["parts"]]
             return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
         except (ValueError, TypeError) as error:
-            raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
+            raise RegistryCorrupt(entry.key, f"not a valid manifest record: {error}") from error
 
 
 def parts_of(key: str, manifest: Manifest) -> list[Part]:
@@ -214,13 +214,13 @@ def step_for(query: str, last: Manifest | None, ours: Manifest) -> Step:
         assert last is not None
         if query.startswith(APP):
             raise BatchRefused(
-                f"txnAppId {query.removeprefix(APP)} has written version {last.batch} and comes with {ours.batch}. If "
-                "another query has this name, or this one has a new checkpoint location, give it another txnAppId; "
-                "else an old checkpoint location was restored"
+                f"txnAppId {query.removeprefix(APP)} has already written version {last.batch}, and now comes with "
+                f"{ours.batch}. If another query uses this name, or this one has a new checkpoint location, use "
+                "another txnAppId; otherwise an old checkpoint location was restored"
             )
         raise BatchRefused(
-            f"query {query} has published batch {last.batch} and comes with batch {ours.batch}: an old checkpoint "
-            "location was restored. Start with a new one"
+            f"query {query} has already published batch {last.batch}, and now comes with batch {ours.batch}: an old "
+            "checkpoint location was restored. Start with a new one"
         )
     if last is not None and last.batch == ours.batch:
         _check_repeat(query, last, ours)
@@ -237,9 +237,9 @@ def _check_repeat(query: str, last: Manifest, ours: Manifest) -> None:
     """Raise BatchRefused if a batch with the number of the last one is not the same batch."""
     if last.planned and ours.planned and last.planned != ours.planned:
         raise BatchRefused(
-            f"query {query} has published batch {ours.batch}, and Spark has planned it anew: an old checkpoint "
-            "location was restored. Restore the last one; or start with a new one, and have the source begin "
-            "behind what is in the topic"
+            f"query {query} has already published batch {ours.batch}, but Spark has planned it again: an old "
+            "checkpoint location was restored. Restore the latest one; or start with a new one, and have the source "
+            "begin after what is in the topic"
         )
     for source, ranges in ours.ranges.items():
         for number, read in ranges.items():
@@ -287,7 +287,7 @@ def published_spans(
         try:
             manifest = Manifest.load(entry)
         except RegistryCorrupt as error:
-            _logger.warning("%s does not tell whether this query's last batch is published: %s", entry.key, error)
+            _logger.warning("%s cannot be read, so whether this query's last batch is published is not known: %s", entry.key, error)
             continue
         for (topic, partition), span in spans.items():
             source, number = f"{group}/{topic}", str(partition)

@@ -17,8 +17,8 @@ def load_own(entry: Entry) -> Manifest:
         return Manifest.load(entry)
     except RegistryCorrupt as error:
         raise BatchRefused(
-            f"what the query has published last is not known: {error}. Restore the key from a copy; or look at the end "
-            "of the topic, delete the key, and start with a new checkpoint location"
+            f"the last batch that the query published is not known: {error}. Restore the key from a copy; or look at "
+            "the end of the topic, delete the key, and start with a new checkpoint location"
         ) from error
 
 

@@ -54,7 +54,7 @@ class Topics:
             return list(range(count))
         if unknown := [number for number in self.assigned[name] if number >= count]:
             raise InvalidOption(
-                "assign", f"{name} has only {_partitions(range(count))}, and not {', '.join(map(str, unknown))}"
+                "assign", f"{name} has only {_partitions(range(count))}, not {', '.join(map(str, unknown))}"
             )
         return list(self.assigned[name])
 
@@ -98,7 +98,7 @@ class Boundary:
         if unknown := sorted(given.keys() - set(names)):
             raise InvalidOption(
                 self.option,
-                f"it names {', '.join(unknown)}, and the topics that are read are {', '.join(sorted(names))}",
+                f"it names {', '.join(unknown)}, but the topics that are read are {', '.join(sorted(names))}",
             )
 
 
@@ -137,7 +137,7 @@ def resolve(
         first, end = extents[number]
         result[number] = first if offset == EARLIEST else end if offset == LATEST else offset
         if result[number] > end and (is_allowed is None or not is_allowed(offset)):
-            raise InvalidOption(boundary.option, f"{topic}/{number} ends at offset {end}, and {offset} is beyond it")
+            raise InvalidOption(boundary.option, f"{topic}/{number} ends at offset {end}, but {offset} is beyond it")
     return result
 
 

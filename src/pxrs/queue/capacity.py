@@ -63,14 +63,15 @@ class Capacity:
         if left < (0 if queue is None else 1):
             raise TransactionTooLarge(
                 f"{counted(taken, 'item')} taken, {puts} put and {counted(partitions, 'partition')} of a checkpoint in "
-                f"one transaction are more than this store takes: it changes {limits.commit_keys_max} keys at once"
+                f"one transaction are too many for this store, which can change {limits.commit_keys_max} keys in one "
+                "commit"
             )
         size = self._put_bytes + (0 if put is None else put.size) + partitions * _BYTES_PER_PARTITION
         size += (taken + 2 * fifo + targets + _KEYS_SPARE) * BYTES_PER_KEY
         left_bytes = limits.commit_bytes_max - size
         if left_bytes < (BYTES_PER_KEY if queue is not None and put is None else 0):
             raise TransactionTooLarge(
-                f"{size:,} bytes in one transaction are too many, as this store takes {limits.commit_bytes_max:,}: put "
-                "less in one"
+                f"{size:,} bytes in one transaction are too many: the limit of this store is "
+                f"{limits.commit_bytes_max:,}; put less in one transaction"
             )
         return min(left, left_bytes // BYTES_PER_KEY)

@@ -74,7 +74,8 @@ class QueueCatalog:
                 return self._create(asked)
             except QueueExists:
                 continue  # another process created it between the two calls: compare its settings
-        raise RegistryUnavailable(f"queue {name!r} was created and deleted by others {ATTEMPTS_MAX} times; try again")
+        raise RegistryUnavailable(f"queue {name!r} was created and deleted by other processes {ATTEMPTS_MAX} times; "
+                                  "try again")
 
     def _create(self, queue: Queue) -> Queue:
         try:
@@ -84,7 +85,7 @@ class QueueCatalog:
                     {queue.key: queue.dump(), queue.existence: queue.name.encode()},
                 )
         except Conflict:
-            raise QueueExists(f"there is a queue {queue.name!r} already: use it, or choose another name") from None
+            raise QueueExists(f"queue {queue.name!r} already exists: use it, or choose another name") from None
         self._versions.created(queue, versions[queue.existence])
         self._recorder.audit("create_queue", queue=queue.name)
         return queue
@@ -109,7 +110,7 @@ class QueueCatalog:
             with self._lock:
                 self._known[name] = after, time.monotonic() + SETTINGS_AGE_S
             return after
-        raise RegistryUnavailable(f"queue {name!r} was changed by others {ATTEMPTS_MAX} times; try again")
+        raise RegistryUnavailable(f"queue {name!r} was changed by other processes {ATTEMPTS_MAX} times; try again")
 
     def queues(self) -> list[Queue]:
         """All queues. Those whose settings are damaged are logged and left out."""
@@ -189,7 +190,8 @@ class QueueCatalog:
                 if not isinstance(error, Conflict) or not set(error.keys).isdisjoint(owned()):
                     raise
             time.sleep(random.random() * min(0.001 * 2**count, _PAUSE_S_MAX))
-        raise RegistryUnavailable(f"{self._registry.url}: others were first {ATTEMPTS_MAX} times; try again")
+        raise RegistryUnavailable(f"{self._registry.url}: commits of other processes conflicted with this one "
+                                  f"{ATTEMPTS_MAX} times; try again")
 
     def delete(self, name: str) -> None:
         """Delete a queue with its items. What was taken from it cannot be committed any more.
@@ -209,7 +211,7 @@ class QueueCatalog:
         except Conflict:
             raise self.unknown(name) from None
         except RegistryUnavailable as error:
-            error.add_note("if others put into the queue without a pause, have them stop first")
+            error.add_note("if other programs keep putting items into the queue, stop them first")
             raise
         with self._lock:
             self._known.pop(name, None)

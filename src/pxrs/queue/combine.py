@@ -92,7 +92,7 @@ class Combiner:
                             self._waiting.remove(request)  # under the lock: no leader may take it now
                             raise RegistryUnavailable(
                                 f"{self._registry.url}: commits of other threads took {self._registry.timeout_s:g} s "
-                                "(`timeout` of the address), and this one was not sent: does the store answer?"
+                                "(`timeout` of the address), so this one was not sent: check that the store answers"
                             )
                         # For a bounded time: a KeyboardInterrupt may have kept the leader from notifying.
                         self._changed.wait(_LOOK_S)

@@ -37,7 +37,7 @@ from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import ABSENT, Registry
 from pxrs.registry.sql.borrowed import BorrowedConnection, Connection, SqlRegistry, fault_of_connection, is_borrowable
 
-_AUTOCOMMIT: Final = "the connection is in AUTOCOMMIT mode: an item can only be put by a transaction"
+_AUTOCOMMIT: Final = "the connection is in AUTOCOMMIT mode: an item can be put only in a transaction"
 
 
 def put_in(connection: Connection, store: QueueStore, put: Put) -> None:
@@ -57,8 +57,8 @@ def put_in(connection: Connection, store: QueueStore, put: Put) -> None:
 def _check_kinds(connection: Connection, registry: Registry) -> SqlRegistry:
     if not is_borrowable(registry):
         raise InvalidItem(
-            f"the registry {registry.url} is no PostgreSQL or SQLite database that is open here: put without "
-            "connection=, or open the queues by pxrs.open(registry=...) with the address of the database"
+            f"the registry {registry.url} is not a PostgreSQL or SQLite database that this process has opened: put "
+            "without connection=, or open the hub with pxrs.open(registry=...) with the address of the database"
         )
     assert isinstance(registry, SqlRegistry)
     if fault := fault_of_connection(connection, registry):
@@ -73,7 +73,7 @@ def _check_place(borrowed: BorrowedConnection, registry: SqlRegistry) -> None:
         raise InvalidItem(_AUTOCOMMIT)
     if borrowed.leads_elsewhere():
         raise InvalidItem(
-            f"the connection does not lead to the tables of the registry {registry.url}: use the same database, schema "
+            f"the connection does not access the tables of the registry {registry.url}: use the same database, schema "
             "and file"
         )
     if borrowed.is_sqlite:
@@ -88,7 +88,7 @@ def _check_queue(borrowed: BorrowedConnection, store: QueueStore, queue: Queue) 
     if found is not None and Queue.load(queue.key, found[0]).id == queue.id:
         return
     store.check_exists(queue)
-    raise InvalidItem(f"the transaction began before queue {queue.name} was created: begin another one")
+    raise InvalidItem(f"the transaction began before queue {queue.name} was created: begin a new one")
 
 
 # What is written.

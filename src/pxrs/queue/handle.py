@@ -111,9 +111,9 @@ class QueueHandle:
         """Put several items, as many in one commit as the store allows, and return their ids. If this raises an error,
         the items of earlier commits are in the queue."""
         if isinstance(values, str | bytes | bytearray | memoryview):
-            raise InvalidItem("values is one value: give several, such as a list, or use `put`")
+            raise InvalidItem("values must be several values, such as a list; use `put` for a single one")
         if not isinstance(values, Iterable):
-            raise InvalidItem(f"values is {arguments.shown(values)}: give several, such as a list")
+            raise InvalidItem(f"values must be several values, such as a list, not {arguments.shown(values)}")
         limits = self._registry.limits
         ids: list[str] = []
         batch: list[Put] = []
@@ -157,7 +157,8 @@ class QueueHandle:
         return [Item.of(queue, record) for _, record in _whole(queue, entries)]
 
     def depth(self) -> Depth:
-        """How many items are in each state. All keys are read, state by state: the numbers are not of one moment."""
+        """How many items are in each state. All keys are read, state by state, so the numbers are not from a single
+        moment."""
         queue = self.store.catalog.queue(self.name)
         folders = (queue.ready, queue.delayed, queue.inflight, queue.dead)
         return Depth(*(sum(len(page) for page in _pages(self.store, folder)) for folder in folders))
@@ -193,7 +194,7 @@ class DeadLetters:
     def retry(self, ids: Iterable[str] | None = None) -> int:
         """Make the dead letters with these ids, or all, ready again, with no delivery counted. Returns how many.
 
-        In a FIFO queue they come last. If this was interrupted, call it again."""
+        In a FIFO queue they become the last items. If this was interrupted, call it again."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         done = 0
         with attempted(self._store.recorder, "requeue", queue=queue.name) as attempt:
@@ -268,7 +269,7 @@ def _whole(queue: Queue, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Reco
         try:
             yield entry, Record.load(entry.key, entry.value)
         except RegistryCorrupt as error:
-            _logger.error("queue %s: %s; it is left where it is", queue.name, error)
+            _logger.error("queue %s: %s; the damaged record is skipped", queue.name, error)
 
 
 def _pages(store: QueueStore, prefix: str) -> Iterator[Sequence[Entry]]:

@@ -31,7 +31,7 @@ class Item:
     error: str = ""
     """What the last delivery failed with, if one did."""
     died_at: float | None = None
-    """Of a dead letter: when it was given up."""
+    """Of a dead letter: when it became one."""
     error_type: str = ""
     """Of a dead letter: the class of what the last delivery raised, if it raised something."""
     traceback: str = ""
@@ -101,5 +101,5 @@ def placed_in(queue: Queue, put: Put) -> Put:
     """The same item for another queue, such as one that was created again under the name. Raises InvalidItem if that
     queue cannot keep the item's priority or delay."""
     if queue.is_fifo and (put.record.priority or put.delay_s):
-        raise InvalidItem(f"queue {queue.name} is strictly first in, first out: no priority or delay can be kept there")
+        raise InvalidItem(f"queue {queue.name} is a FIFO queue: its items cannot have a priority or a delay")
     return put._replace(queue=queue)

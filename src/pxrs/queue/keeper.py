@@ -82,7 +82,7 @@ class Keeper:
         what = f"queues of {registry.url}"
         # At INFO: the callers of the queues get errors of the same outage.
         self._outage = Outage(_logger, what, level=logging.INFO)
-        self._jobs_outage = Outage(_logger, f"{what}, what transactions have left", level=logging.INFO)
+        self._jobs_outage = Outage(_logger, f"{what}, finishing transactions", level=logging.INFO)
 
     def look_after(self, queue: Queue) -> None:
         """This process takes from the queue: try to become its sweeper."""

@@ -67,7 +67,7 @@ class QueueListener:
     def __init__(self, queue: QueueHandle, handler: Handler, threads: int = 1) -> None:
         threads = arguments.whole(InvalidQueue, "threads", threads, 1, THREADS_MAX)
         if not isinstance(queue, QueueHandle):
-            raise InvalidQueue(f"the queue is {queue!r}: give what a hub has opened, such as hub.queue('q')")
+            raise InvalidQueue(f"the queue must be one that a hub has opened, such as hub.queue('q'), not {queue!r}")
         if fault := fault_of("the handler", handler, OF_AN_ITEM):
             raise InvalidQueue(fault)
         self.queue = queue
@@ -88,10 +88,10 @@ class QueueListener:
         """How many deliveries were rolled back: the handler raised, or the commit failed."""
 
     def start(self) -> Self:
-        """Start the threads; a second call does nothing. Raises UnknownQueue, and Closed after `stop`."""
+        """Start the threads; a second call has no effect. Raises UnknownQueue, and Closed after `stop`."""
         with self._lock:
             if self._stopping.is_set():
-                raise Closed(f"the listener of queue {self.queue.name} was stopped: make another one")
+                raise Closed(f"the listener of queue {self.queue.name} was stopped: create another one")
             if self._threads:
                 return self
             self.queue.store.catalog.queue(self.queue.name)
@@ -125,9 +125,10 @@ class QueueListener:
         resolved now; Closed if this listener was stopped; and InvalidQueue if it was started."""
         with self._lock:
             if self._stopping.is_set():
-                raise Closed(f"the listener of queue {self.queue.name} was stopped: make another one")
+                raise Closed(f"the listener of queue {self.queue.name} was stopped: create another one")
             if self._threads:
-                raise InvalidQueue(f"the listener of queue {self.queue.name} was started: its threads handle the items")
+                raise InvalidQueue(f"the listener of queue {self.queue.name} was started, so its threads handle the "
+                                   "items: use a listener that is not started")
         store = self.queue.store
         queue = store.catalog.queue(self.queue.name)
         store.end_delays(queue)
@@ -140,7 +141,7 @@ class QueueListener:
         return handled
 
     def stop(self) -> None:
-        """Take no more items. Running handlers go on; `close` waits for them. A handler that waits for another item
+        """Take no more items. Running handlers continue; `close` waits for them. A handler that waits for another item
         without a timeout gets Closed from its `take`."""
         self._stopping.set()
         for name in self._awaited.copy():
@@ -173,7 +174,7 @@ class QueueListener:
                 self._failure = self._failure or error
         except BaseException as error:  # raised by `run` and `close`
             _logger.error(
-                "queue %s: a worker thread has ended, and the others will: %s",
+                "queue %s: a worker thread failed, so the listener stops: %s",
                 self.queue.name,
                 failure_of(error).text,
                 exc_info=error,

@@ -61,7 +61,7 @@ def load_outcome(key: str, value: bytes) -> tuple[str, str]:
         found = json.loads(value)
         return found["transaction"], found["outcome"]
     except (ValueError, TypeError, KeyError) as error:
-        raise RegistryCorrupt(key, f"it is no outcome: {error!r}") from error
+        raise RegistryCorrupt(key, f"not a valid outcome record: {error!r}") from error
 
 
 def resolve(slot: Slot, transaction: str, now: Callable[[], float], at: float) -> Steps[bool]:
@@ -93,9 +93,9 @@ def resolve(slot: Slot, transaction: str, now: Callable[[], float], at: float) -
             continue  # the transaction's commit, or this write, has just been applied: read again
     else:
         raise OutcomeUnknown(
-            f"what became of transaction {transaction} is not known yet: no write to {slot.key} was answered"
+            f"the outcome of transaction {transaction} is not known yet: no write to {slot.key} was answered"
         )
-    raise OutcomeLost(f"what became of transaction {transaction} is not on record any more: {slot.key}")
+    raise OutcomeLost(f"the outcome of transaction {transaction} is no longer recorded: {slot.key}")
 
 
 class OutcomeSweep:

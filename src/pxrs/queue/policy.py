@@ -35,7 +35,7 @@ class ConsumeTimes:
     def __post_init__(self) -> None:
         if isinstance(self.times, bool) or not isinstance(self.times, int) or not 1 <= self.times <= 1_000_000:
             raise InvalidQueue(
-                f"ConsumeTimes: times is {arguments.shown(self.times)}; give a whole number from 1 to 1,000,000"
+                f"ConsumeTimes: times must be a whole number from 1 to 1,000,000, not {arguments.shown(self.times)}"
             )
 
     @property
@@ -72,8 +72,8 @@ class FixedBackoff:
 @dataclass(frozen=True, slots=True)
 class ExponentialBackoff:
     """A returned item waits for `first`, and `factor` times as long after each further delivery, up to `cap`. Each wait
-    is up to the part `jitter` of itself shorter or longer, but never longer than `cap`: items that failed together are
-    not all ready at the same moment."""
+    is made shorter or longer by a random share of up to `jitter`, but never longer than `cap`: items that failed
+    together are not all ready at the same moment."""
 
     first: float | timedelta = 1.0
     factor: float = 2.0
@@ -85,7 +85,7 @@ class ExponentialBackoff:
         object.__setattr__(self, "cap", seconds("cap", self.cap))
         for name, value, least, most in (("factor", self.factor, 1, 100), ("jitter", self.jitter, 0, 1)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise InvalidQueue(f"backoff: {name} is {value!r}; choose a number from {least} to {most}")
+                raise InvalidQueue(f"backoff: {name} must be a number from {least} to {most}, not {value!r}")
 
     def delay_s(self, deliveries: int, random: Callable[[], float]) -> float:
         # The exponent is bounded: 2 ** 100 is longer than every cap, and a larger power might overflow a float.

@@ -216,7 +216,7 @@ class TransactionProtocol:
                 if queue.is_fifo:
                     raise
                 damaged.append(entry)
-                _logger.error("queue %s: %s; it is left where it is", queue.name, error)
+                _logger.error("queue %s: %s; the damaged record is skipped", queue.name, error)
         if len(planned) > 1:
             parts = in_parts([each.move for each in planned], self.limits)
             planned = planned[: len(next(parts, []))]
@@ -288,7 +288,7 @@ class TransactionProtocol:
                 continue
             except RegistryUnavailable as error:
                 raise OutcomeUnknown(f"the reply to a take was lost, and then: {error}") from error
-        raise OutcomeUnknown("the reply to a take was lost, and those to what should resolve it")
+        raise OutcomeUnknown("the reply to a take was lost, and so were the replies to the attempts to resolve it")
 
     def put_aside(self) -> PendingTake | None:
         """The pending take, if `take` has left one. The caller has to run `return_pending` until that returns. A take
@@ -316,7 +316,7 @@ class TransactionProtocol:
             try:
                 yield from return_pending(self.unresolved[0], reason, self.limits)
             except OutcomeUnknown as error:
-                raise RegistryUnavailable(f"it is not known yet what an earlier take has taken: {error}") from error
+                raise RegistryUnavailable(f"it is not known yet which items an earlier take has taken: {error}") from error
             del self.unresolved[0]
 
     def taken_by_queue(self) -> Counter[str]:

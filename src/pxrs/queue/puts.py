@@ -58,7 +58,7 @@ class PutVersions:
         if entry is None:
             settings: Entry | None = yield Get(queue.key)
             if settings is not None and Queue.load(settings.key, settings.value).id == queue.id:
-                raise RegistryCorrupt(queue.existence, f"it is not there, and queue {queue.name} is")
+                raise RegistryCorrupt(queue.existence, f"it is missing, although queue {queue.name} exists")
             raise Conflict([queue.existence])
         self._existence[queue.id] = entry.version
         return entry.version

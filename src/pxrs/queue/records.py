@@ -72,9 +72,10 @@ class Queue:
     def __post_init__(self) -> None:
         check_name(self.name)
         if not isinstance(self.policy, Policy):
-            raise InvalidQueue(f"policy is {self.policy!r}: give AtLeastOnce(), ConsumeTimes(k) or ConsumeOnce()")
+            raise InvalidQueue(f"policy must be AtLeastOnce(), ConsumeTimes(k) or ConsumeOnce(), not {self.policy!r}")
         if self.backoff is not None and not isinstance(self.backoff, FixedBackoff | ExponentialBackoff):
-            raise InvalidQueue(f"backoff is {self.backoff!r}: give FixedBackoff(...), ExponentialBackoff(...) or None")
+            raise InvalidQueue("backoff must be FixedBackoff(...), ExponentialBackoff(...) or None, not "
+                               f"{self.backoff!r}")
 
     def differences(self, asked: Queue) -> dict[str, tuple[object, object]]:
         """The settings in which a queue that is to be created would differ from this one, by the argument of
@@ -104,7 +105,7 @@ class Queue:
             policy = policies.load(found["policy"])
             return cls(key[len(QUEUES) :], found["id"], policy, found["fifo"], backoff, found["created"])
         except (ValueError, TypeError, KeyError) as error:
-            raise RegistryCorrupt(key, f"it is no queue: {error!r}") from error
+            raise RegistryCorrupt(key, f"not a valid queue record: {error!r}") from error
 
     @property
     def root(self) -> str:
@@ -213,7 +214,7 @@ class Record:
             failed_with = (str(found.get(name, "")) for name in _FAILED_WITH)
             return cls(order, item, int(moves, 16), value, put_at, deliveries, carried, *failed_with)
         except (ValueError, KeyError, TypeError) as error:
-            raise RegistryCorrupt(key, f"it is no item: {error!r}") from error
+            raise RegistryCorrupt(key, f"not a valid item record: {error!r}") from error
 
     @property
     def priority(self) -> int:
@@ -276,14 +277,14 @@ def new_record(value: bytes | str, key: bytes | str | None, priority: int, now: 
     data = _bytes_of("value", value)
     carried = None if key is None else _bytes_of("key", key)
     if carried is not None and len(carried) > KEY_BYTES_MAX:
-        raise InvalidItem(f"the key has {len(carried):,} bytes, and {KEY_BYTES_MAX:,} is the most")
+        raise InvalidItem(f"the key has {len(carried):,} bytes; the limit is {KEY_BYTES_MAX:,}")
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
-        raise InvalidItem(f"priority is {priority!r}: give a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")
+        raise InvalidItem(f"priority must be a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}, not {priority!r}")
     most = value_bytes_max - _ROOM_BYTES - len(carried or b"") * 4 // 3
     if len(data) > most:
         raise InvalidItem(
-            f"the item has {len(data):,} bytes, and {most:,} is the most that this store takes: keep the data "
-            "elsewhere and put its address"
+            f"the item has {len(data):,} bytes; the limit of this store is {most:,}: keep the data elsewhere and put "
+            "its address"
         )
     # By age within a priority: ids begin with the time.
     item = f"{int(now * 1e6):014x}{secrets.token_hex(5)}"
@@ -315,7 +316,7 @@ def time_in(key: str) -> float:
     try:
         return int(key.rpartition("/")[2].partition("~")[0], 16) / 1e6
     except ValueError as error:
-        raise RegistryCorrupt(key, "it names no time") from error
+        raise RegistryCorrupt(key, "the key does not contain a valid time") from error
 
 
 def key_of(queue: Queue, record: Record, state: ItemState | None, when: float = 0.0) -> str:
@@ -350,7 +351,7 @@ class Turn:
             found = json.loads(value)
             return cls(str(found["holder"]), float(found["not_before"]))
         except (ValueError, TypeError, KeyError) as error:
-            raise RegistryCorrupt(key, f"it is no turn: {error!r}") from error
+            raise RegistryCorrupt(key, f"not a valid turn record: {error!r}") from error
 
 
 def load_number(key: str, value: bytes) -> int:
@@ -358,7 +359,7 @@ def load_number(key: str, value: bytes) -> int:
     try:
         return int(value)
     except ValueError as error:
-        raise RegistryCorrupt(key, f"it is no number: {error}") from error
+        raise RegistryCorrupt(key, f"not a valid number: {error}") from error
 
 
 def _bytes_of(what: str, value: bytes | str) -> bytes:
@@ -371,4 +372,4 @@ def _bytes_of(what: str, value: bytes | str) -> bytes:
         return value
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
-    raise InvalidItem(f"the {what} is {type(value).__name__}: give bytes, or str, which is taken as UTF-8")
+    raise InvalidItem(f"the {what} must be bytes or str, not {type(value).__name__}")

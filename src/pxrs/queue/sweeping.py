@@ -147,7 +147,7 @@ def left_where_it_is(queue: Queue) -> Iterator[None]:
     try:
         yield
     except RegistryCorrupt as error:
-        _logger.error("queue %s: %s; it is left where it is", queue.name, error)
+        _logger.error("queue %s: %s; the damaged record is skipped", queue.name, error)
 
 
 def _undamaged(queue: Queue, entries: Iterable[Entry]) -> Iterator[Held]:

@@ -102,7 +102,7 @@ class Taking:
             return []
         except OutcomeUnknown as error:
             raise RegistryUnavailable(
-                f"{self._registry.url}: the reply to a take was lost; what it took will be given back"
+                f"{self._registry.url}: the reply to a take was lost; the items that it took will be returned"
             ) from error
         finally:
             self._return_pending()

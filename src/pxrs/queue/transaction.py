@@ -89,7 +89,7 @@ class Named(Protocol):
 
 class Transaction:
     """What `hub.transaction()` returns. Threads may share it: it makes one call at a time, but a take that waits for
-    items holds up none of the others. If the transaction ends meanwhile, that take raises TransactionEnded when it is
+    items does not block other calls. If the transaction ends meanwhile, that take raises TransactionEnded when it is
     woken."""
 
     def __init__(self, store: QueueStore) -> None:
@@ -118,12 +118,13 @@ class Transaction:
     # Taking and putting.
 
     def take(self, queue: str | Named, timeout: float | timedelta | None = None) -> Item | None:
-        """The next item, locked for this transaction; None if none came in time. Without a timeout it waits."""
+        """The next item, locked for this transaction; None if there is none within the timeout. Without a timeout it
+        waits."""
         items = self.take_many(queue, 1, timeout)
         return items[0] if items else None
 
     def take_many(self, queue: str | Named, max_items: int, timeout: float | timedelta | None = None) -> list[Item]:
-        """Up to so many items that are there, at least one if one comes in time."""
+        """Up to `max_items` items, as many as are ready; waits for the first one until the timeout."""
         max_items = arguments.whole(InvalidItem, "max_items", max_items, 1)
         until = None if timeout is None else time.monotonic() + duration("timeout", timeout)
         return self._take(_name_of(queue), max_items, until, lambda: False)
@@ -190,14 +191,15 @@ class Transaction:
             return new.record.id
 
     def checkpoint(self, inbox: Inbox) -> None:
-        """Write the checkpoint of what the consumer has handed out by now, in the same commit: from topic to queue with
-        nothing lost and nothing doubled. The consumer must be of the same registry."""
+        """Write the checkpoint of the messages that the consumer has handed out so far, in the same commit: from topic
+        to queue with nothing lost and nothing duplicated. The consumer must use the same registry."""
         with self._lock:
             self._check_open()
             if not hasattr(inbox, "enlist_in"):
-                raise InvalidItem(f"{inbox!r} is no consumer")
+                raise InvalidItem(f"{inbox!r} is not a consumer")
             if inbox.registry is not self._registry:
-                raise InvalidItem("the consumer is of another hub: open it and the transaction from the same one")
+                raise InvalidItem("the consumer belongs to another hub: open the consumer and the transaction with the "
+                                  "same hub")
             count = inbox.partitions_in_hand()
             more = count - self._inboxes.get(inbox, 0)
             if more > 0:
@@ -209,8 +211,8 @@ class Transaction:
     # The ends.
 
     def commit(self) -> None:
-        """All of it, durably, when this returns. Raises TransactionLost if the lease was lost, OutcomeUnknown if the
-        reply was; after another error nothing has happened, and it may be tried again."""
+        """Commit all takes and puts; they are durable when this returns. Raises TransactionLost if the lease was lost,
+        OutcomeUnknown if the reply was lost; after another error nothing was committed, and it may be tried again."""
         with self._lock:
             self._check_open()
             if not self._protocol.is_used and not self._inboxes:
@@ -222,7 +224,7 @@ class Transaction:
                 raise self._lost(error) from error
             except OutcomeUnknown as error:
                 self._doubt()
-                error.add_note("pxrs: tx.outcome() finds out what became of it")
+                error.add_note("pxrs: call tx.outcome() to find out whether it was committed")
                 raise
             except (PartitionLost, UnknownQueue) as error:  # what was put came of messages that others have now
                 self._give_back(Failure(str(error)))
@@ -298,9 +300,10 @@ class Transaction:
         self._store.keeper.finish(resolve_it)
 
     def rollback(self, error: BaseException | str = "") -> None:
-        """Nothing of it happens: what was taken is given back, what was put is dropped. Always succeeds.
+        """Undo it: the taken items are returned, and what was put is dropped. Always succeeds.
 
-        error: why, to be kept with the items; an exception's traceback too, with those that become dead letters."""
+        error: the reason, stored with the items; of an exception also the traceback, with those that become dead
+               letters."""
         with self._lock:
             if self._state == TransactionState.ROLLED_BACK:
                 return
@@ -335,9 +338,10 @@ class Transaction:
         return job
 
     def outcome(self) -> Outcome:
-        """What became of it. After OutcomeUnknown this resolves it: a commit that was not applied by now never will be.
+        """The outcome of the transaction. After OutcomeUnknown this resolves it: a commit that was not applied by now
+        never will be.
 
-        Raises RegistryUnavailable while the store cannot be reached: ask again."""
+        Raises RegistryUnavailable while the store cannot be reached: call it again."""
         with self._lock:
             if self._state == TransactionState.UNKNOWN:
                 self._resolve()
@@ -386,9 +390,9 @@ class Transaction:
     def _check_open(self) -> None:
         self._store.check_usable()
         if self._state == TransactionState.UNKNOWN:
-            raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
+            raise TransactionEnded("the commit of this transaction was sent, but the reply was lost: call tx.outcome()")
         if self._state != TransactionState.OPEN:
-            raise TransactionEnded(f"this transaction was {self._state}: begin another one")
+            raise TransactionEnded(f"this transaction was {self._state}: begin a new one")
 
     def _present(self) -> Taker:
         """The taker that this transaction is bound to, once it has taken something; before that, any that lives."""
@@ -444,5 +448,5 @@ class Transaction:
 def _name_of(queue: str | Named) -> str:
     name = queue if isinstance(queue, str) else getattr(queue, "name", None)
     if not isinstance(name, str):
-        raise InvalidItem(f"{queue!r} is no queue: give its name, or its handle")
+        raise InvalidItem(f"{queue!r} is not a queue: give the name of a queue, or its handle")
     return name

@@ -67,9 +67,9 @@ class Address:
             try:
                 port = split.port
             except ValueError:
-                raise InvalidUrl(f"{self.text}: a port is not a number from 1 to 65535") from None
+                raise InvalidUrl(f"{self.text}: the port must be a number from 1 to 65535") from None
             if not split.hostname:
-                raise InvalidUrl(f"{self.text}: an empty host; write {self.scheme}://HOST:{default_port}")
+                raise InvalidUrl(f"{self.text}: the host is empty; write {self.scheme}://HOST:{default_port}")
             hosts.append((split.hostname, port or default_port))
         return hosts
 
@@ -85,14 +85,15 @@ class Address:
             host, slash, rest = path[2:].partition("/")
             path = slash + rest
         if host not in ("", "localhost"):
-            raise InvalidUrl(f"{self.text}: {host!r} is a host; write file:DIR or file:///absolute/dir")
+            raise InvalidUrl(f"{self.text}: file: takes no host, but got {host!r}; write file:DIR or "
+                             "file:///absolute/dir")
         if not path:
-            raise InvalidUrl(f"{self.text}: which directory? Write file:DIR")
+            raise InvalidUrl(f"{self.text}: the directory is missing; write file:DIR")
         directory = Path(path).absolute()
         try:
             is_file = directory.exists() and not directory.is_dir()
         except OSError as error:
-            raise InvalidUrl(f"the url {shown(path)} names no directory: {error.strerror}") from error
+            raise InvalidUrl(f"the url {shown(path)} is not a valid path: {error.strerror}") from error
         if is_file:
             raise InvalidUrl(f"{directory} is a file; give a directory")
         return directory

@@ -118,7 +118,7 @@ class Registry(ABC):
         self._check_usable()
         check_prefix(prefix)
         if after is not None and not (isinstance(after, str) and after.isascii()):
-            raise InvalidKey(f"after is {arguments.shown(after)}: give a key, which is ASCII text, or None")
+            raise InvalidKey(f"after must be a key (ASCII text) or None, not {arguments.shown(after)}")
         limit = None if limit is None else arguments.whole(InvalidKey, "limit", limit, 1)
         check_time(self.url)
         return self._scan(prefix, after, limit)
@@ -148,16 +148,16 @@ class Registry(ABC):
         put:       keys to write as persistent keys.
         ephemeral: keys to write that vanish when `lease` ends.
         lease:     a lease that this handle gave out. It must be alive, whatever is written, else LeaseExpired.
-        delete:    keys to remove; one that is not there is no error.
+        delete:    keys to remove; a missing key is not an error.
         quiet:     promises that no watch covers these keys, so that some stores need not send a notification.
         """
         self._check_usable()
         if lease is not None and not isinstance(lease, Lease):
-            raise InvalidCommit(f"lease is {arguments.shown(lease)}: give what `lease` returned, or None")
+            raise InvalidCommit(f"lease must be a Lease of this registry, or None, not {arguments.shown(lease)}")
         try:
             commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
         except TypeError as error:
-            raise InvalidKey(f"a commit takes mappings from keys, which are strings: {error}") from error
+            raise InvalidKey(f"expect, put and ephemeral must be mappings, and delete an iterable of keys: {error}") from error
         check_commit(commit, self.limits)
         if lease is not None:
             if lease.alive and not self._has_given_out(lease):
@@ -184,14 +184,14 @@ class Registry(ABC):
         return self._give_out(self._lease(seconds, renewed), renewed)
 
     def attach(self, secret: str, renewed: bool = False) -> Lease:
-        """A grant of this handle for a living lease, by the `Lease.secret` of it. Attaching renews the lease once.
+        """A grant of this handle for a live lease, found by its `Lease.secret`. Attaching renews the lease once.
 
-        Raises LeaseExpired if no living lease has this secret.
+        Raises LeaseExpired if no live lease has this secret.
 
         renewed: as in `lease`."""
         self._check_usable()
         if not isinstance(secret, str):
-            raise InvalidArgument(f"secret is of type {type(secret).__name__}: give the `secret` of a lease")
+            raise InvalidArgument(f"secret must be the `secret` of a lease, not of type {type(secret).__name__}")
         check_time(self.url)
         if not secret.isascii():
             raise not_attached()
@@ -219,7 +219,7 @@ class Registry(ABC):
         store does for them: the store's threads and connections do not grow with the number of handles (W6)."""
         self._check_usable()
         if not prefixes:
-            raise InvalidKey("a watch needs at least one prefix; the empty one watches everything")
+            raise InvalidKey("a watch needs at least one prefix; the empty prefix watches all keys")
         for prefix in prefixes:
             if isinstance(prefix, str) and prefix and not prefix.endswith("/"):
                 check_key(prefix)

@@ -156,7 +156,7 @@ class Lease:
         answer: the lease may have been renewed or not, and the deadline stays as it was."""
         self.check()
         if not self._renewing.acquire(timeout=seconds_left(RENEWAL_WAIT_S_MAX)):
-            raise RegistryUnavailable(f"lease {self.id}: another renewal of it has been under way for too long")
+            raise RegistryUnavailable(f"lease {self.id}: another renewal of it has been running for too long")
         try:
             self.check()  # again: the lease may have ended while this thread waited
             deadline = self.stored.renew()
@@ -167,7 +167,7 @@ class Lease:
             self._renewing.release()
         with self._guard:
             if self.is_ended:
-                raise LeaseExpired(f"lease {self.id} was ended while a renewal of it was under way")
+                raise LeaseExpired(f"lease {self.id} was ended while it was being renewed")
             # Another process may have seen the lease end at the old deadline.
             if not self.alive:
                 raise LeaseExpired(f"lease {self.id}: the reply to its renewal came after its deadline")
@@ -202,7 +202,7 @@ class Lease:
             else:
                 self.stored.let_go()
         except Exception as error:  # noqa: BLE001 - the lease ends in the store at its expiry; closing goes on
-            log.warning("lease %s was not ended in the store, where it will expire: %s", self.id, error)
+            log.warning("lease %s could not be ended in the store and will expire there: %s", self.id, error)
         finally:
             self._on_closed(self)
 
@@ -228,7 +228,7 @@ class Lease:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise UsedAfterFork(f"lease {self.id} was taken before a fork: it is the parent's")
+            raise UsedAfterFork(f"lease {self.id} was taken before a fork: it belongs to the parent process")
 
     def __enter__(self) -> Self:
         return self
@@ -260,4 +260,4 @@ def is_id(text: str) -> bool:
 def not_attached() -> LeaseExpired:
     """The error of `attach`, the same for a lease that has ended and for a secret that no lease ever had: a caller who
     guesses secrets learns nothing from it."""
-    return LeaseExpired("no living lease has this secret; take a new one and claim again")
+    return LeaseExpired("no live lease has this secret; take a new one and claim again")

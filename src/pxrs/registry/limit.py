@@ -26,4 +26,4 @@ def check_time(where: str) -> None:
     """Raise RegistryUnavailable if this thread's limit has passed. Called before a request is sent, so that the error
     means that the request had no effect."""
     if time.monotonic() >= limit_until():
-        raise RegistryUnavailable(f"{where}: the time for this call was over before it was sent")
+        raise RegistryUnavailable(f"{where}: the time limit of this call was over before the call was sent")

@@ -114,13 +114,13 @@ class StartWait:
                 raise
             raise with_advice(
                 error,
-                f"waited {self.seconds:g} s for {self._what}, which cannot be used: {error}. See that it runs and can "
-                "be reached from here, correct its address, or give a longer --registry-wait",
+                f"waited {self.seconds:g} s for {self._what}, which is not available: {error}. Check that it is "
+                "running and reachable from here, correct its address, or pass a longer --registry-wait",
             ) from error
         self.reason = None
         if self._said_at is not None:
             self._said_at = None
-            _logger.warning("%s answers; the start goes on", self._what)
+            _logger.warning("%s is available again; the start continues", self._what)
         return found
 
     def stop(self) -> None:

@@ -30,4 +30,4 @@ class Record:
                 found = {name: value for name, value in found.items() if name in fields}
             return cls(**found)
         except (ValueError, TypeError, AttributeError) as error:
-            raise RegistryCorrupt(key, f"it is no {cls.__name__.lower()}: {error}") from error
+            raise RegistryCorrupt(key, f"not a valid {cls.__name__.lower()} record: {error}") from error

@@ -99,23 +99,23 @@ def check_commit(commit: Commit, limits: Limits) -> None:
         check_key(key)
     for key, version in commit.expect.items():
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or one that was read")
+            raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or a version that was read")
     both = (commit.put.keys() & commit.ephemeral.keys()) | (commit.delete & commit.written.keys())
     if both:
-        raise InvalidCommit(f"written twice in one commit: {', '.join(sorted(both))}")
+        raise InvalidCommit(f"keys written twice in one commit: {', '.join(sorted(both))}")
     if commit.ephemeral and commit.lease is None:
-        raise InvalidCommit("ephemeral keys need the lease that they live with")
+        raise InvalidCommit("ephemeral keys need a lease")
     for key, value in commit.written.items():
         if not isinstance(value, bytes):
             raise InvalidCommit(f"put {key}: the value is {type(value).__name__}, not bytes")
         if len(value) > limits.value_bytes_max:
-            raise ValueTooLarge(f"{key}: {len(value):,} bytes, and {limits.value_bytes_max:,} is the most")
+            raise ValueTooLarge(f"{key}: {len(value):,} bytes; the limit is {limits.value_bytes_max:,}")
     keys = commit.keys
     if len(keys) > limits.commit_keys_max:
-        raise CommitTooLarge(f"{len(keys):,} keys in one commit, and {limits.commit_keys_max:,} is the most")
+        raise CommitTooLarge(f"{len(keys):,} keys in one commit; the limit is {limits.commit_keys_max:,}")
     size = sum(map(len, keys)) + sum(map(len, commit.written.values()))
     if size > limits.commit_bytes_max:
-        raise CommitTooLarge(f"{size:,} bytes in one commit, and {limits.commit_bytes_max:,} is the most")
+        raise CommitTooLarge(f"{size:,} bytes in one commit; the limit is {limits.commit_bytes_max:,}")
 
 
 def check_key(key: str) -> None:
@@ -128,7 +128,7 @@ def check_key(key: str) -> None:
 @functools.lru_cache(maxsize=4096)  # a group names the same keys again and again
 def _check_segments(key: str) -> None:
     if len(key) > KEY_BYTES_MAX:
-        raise InvalidKey(f"{key[:40]!r}...: {len(key)} characters, and {KEY_BYTES_MAX} is the most")
+        raise InvalidKey(f"{key[:40]!r}...: {len(key)} characters; the limit is {KEY_BYTES_MAX}")
     for segment in key.split("/"):
         if segment in ("", ".", "..") or not _SEGMENT.fullmatch(segment):
             raise InvalidKey(
@@ -142,5 +142,5 @@ def check_prefix(prefix: str) -> None:
     if prefix == "":
         return
     if not isinstance(prefix, str) or not prefix.endswith("/"):
-        raise InvalidKey(f"{prefix!r}: a prefix is empty or ends in a slash, so that 'a/' never matches 'ab'")
+        raise InvalidKey(f"{prefix!r}: a prefix must be empty or end in a slash, so that 'a/' never matches 'ab'")
     check_key(prefix[:-1])

@@ -93,7 +93,7 @@ def fields(data: Bytes) -> Iterator[tuple[int, memoryview | int]]:
             if at > end:
                 raise MalformedMessage("a field is longer than the message")
         else:
-            raise MalformedMessage(f"a field of the unknown kind {kind}")
+            raise MalformedMessage(f"a field has the unknown wire type {kind}")
     if at < end:
         raise MalformedMessage(f"more than {FIELDS_MAX:,} fields")
 
@@ -102,7 +102,7 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
     result = shift = 0
     while True:
         if at >= len(view) or shift > 63:
-            raise MalformedMessage("a number is cut off or too long")
+            raise MalformedMessage("a number is truncated or too long")
         byte = view[at]
         at += 1
         result |= (byte & 0x7F) << shift
@@ -127,10 +127,10 @@ def ipc_message(data: Bytes) -> tuple[memoryview, memoryview]:
     """The metadata and the body of one encapsulated Arrow IPC message, as slices of it. Raises MalformedMessage."""
     view = memoryview(data).cast("B")
     if len(view) < 8 or bytes(view[:4]) != _CONTINUATION:
-        raise MalformedMessage("no Arrow IPC message begins here")
+        raise MalformedMessage("not an Arrow IPC message")
     (size,) = struct.unpack_from("<i", view, 4)
     if not 0 < size <= len(view) - 8:
-        raise MalformedMessage("an Arrow IPC message is longer than its bytes")
+        raise MalformedMessage("an Arrow IPC message is truncated")
     return view[8 : 8 + size], view[8 + size :]
 
 

@@ -44,7 +44,7 @@ def loads(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # Made once: `json.dumps` and `json.loads` make a new one for each call with options.
@@ -59,7 +59,7 @@ def text_of(value: bytes) -> str:
 def bytes_of(text: object) -> bytes:
     """Raises ValueError if it is not base64 text."""
     if not isinstance(text, str):
-        raise ValueError("bytes are sent as base64 text")
+        raise ValueError("bytes must be sent as a base64 string")
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:

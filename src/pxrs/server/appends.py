@@ -67,7 +67,7 @@ class Received(NamedTuple):
         """Decode and check the batch. Raises InvalidRecord, InvalidArgument."""
         since = self.about.whole_or_none("since")
         if since is not None and since < 0:
-            raise InvalidRecord("since is an offset, which is not negative")
+            raise InvalidRecord("since is negative; it must be an offset")
         payload = received_payload(flight.encapsulated(self.message.header, self.message.body), self.layout.codec)
         return Append(self.about.whole("partition"), payload, _origin(self.about), since)
 
@@ -80,11 +80,11 @@ def receive(message: bytes, decoded_bytes_max: int) -> Received:
     try:
         about = Given("an append", wire.loads(data.app_metadata))
     except (ValueError, RecursionError) as error:
-        raise InvalidRecord(f"a batch has no JSON object as app_metadata: {str(error)[:200]}") from error
+        raise InvalidRecord(f"the app_metadata of a batch is not a JSON object: {str(error)[:200]}") from error
     layout = read_layout(data.header, data.body)
     if layout.decoded_bytes > decoded_bytes_max:
         raise InvalidRecord(
-            f"the batch has {layout.decoded_bytes:,} bytes decompressed, and {decoded_bytes_max:,} is the most"
+            f"the batch has {layout.decoded_bytes:,} bytes when decompressed; the maximum is {decoded_bytes_max:,}"
         )
     return Received(about, data, layout)
 
@@ -157,7 +157,7 @@ class AppendStream:
 
     def leave(self) -> None:
         """End the stream: the server stops."""
-        self.end(Closed("the server is stopping: connect again; nothing that it has not answered was stored"))
+        self.end(Closed("the server is stopping: connect again; appends without an answer were not stored"))
 
     def finish(self) -> None:
         """`leave` ends the stream."""
@@ -204,7 +204,7 @@ class AppendStream:
             async with asyncio.timeout(self._limits.append_rest_s):
                 await send(encode_outcomes(outcomes))
         except TimeoutError:
-            raise Stalled(f"the answer to an append was not taken within {self._limits.append_rest_s:g} s") from None
+            raise Stalled(f"the answer to an append was not read within {self._limits.append_rest_s:g} s") from None
 
     async def _receive(self, messages: AsyncIterator[bytes]) -> _Group | None:
         """The batches of the next append, checked; None if the client has ended the stream."""
@@ -247,21 +247,21 @@ class AppendStream:
                 yield
         except TimeoutError:
             raise ServerBusy(
-                f"the rest of an append did not come within {self._limits.append_rest_s:g} s, or there was no room for "
-                "it; nothing of it was stored"
+                f"the rest of an append did not arrive within {self._limits.append_rest_s:g} s, or the server had no "
+                "memory left for it; nothing of it was stored"
             ) from None
 
     async def _take_room(self, group: _Group, size: int, decoded: int) -> None:
         """Take room for the batch that has come as the last of the group. Raises InvalidRecord, ServerBusy."""
         limits, is_first = self._limits, len(group.batches) == 1
         if len(group.batches) > limits.append_batches_max:
-            raise InvalidRecord(f"an append may have {limits.append_batches_max:,} batches; send fewer with `more`")
+            raise InvalidRecord(f"an append has {limits.append_batches_max:,} batches at most; send fewer with `more`")
         size += max(0, decoded - group.decoded)
         group.decoded = max(decoded, group.decoded)
         if not is_first and group.taken + size > limits.append_bytes_max:  # it would wait for itself
             raise InvalidRecord(
-                f"an append may have {limits.append_bytes_max:,} bytes, decompressed ones counted; send fewer batches "
-                "with `more`, or smaller ones"
+                f"an append has {limits.append_bytes_max:,} bytes at most, when decompressed; send fewer batches with "
+                "`more`, or smaller ones"
             )
         if not self._budget.has_room(size):
             # This stream may hold room for the append that it stores. It takes more only when that is given back, so

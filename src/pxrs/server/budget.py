@@ -49,7 +49,7 @@ class Budget:
             else:  # granted in the moment in which the wait ended
                 self.give_back(size)
             if isinstance(error, TimeoutError):
-                raise ServerBusy(f"the server holds {self._bytes_max:,} bytes of {self._what}: try again") from None
+                raise ServerBusy(f"the server holds {self._bytes_max:,} bytes of {self._what}: try later") from None
             raise
         return size
 

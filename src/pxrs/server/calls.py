@@ -68,13 +68,13 @@ def _create_topic(served: Served, given: Given, at: float) -> Result:
     identity = settings.get("id")
     # The id is the name of a folder on the server.
     if not isinstance(identity, str) or _TOPIC_ID.fullmatch(identity) is None:
-        raise InvalidArgument(f"{given.call}: the id of a topic is a new UUID, as 32 lower-case hexadecimal digits")
+        raise InvalidArgument(f"{given.call}: a topic's id must be a new UUID, as 32 lower-case hexadecimal digits")
     if len(wire.dumps(settings)) > SETTINGS_BYTES_MAX:
         raise InvalidArgument(f"{given.call}: the settings are longer than {SETTINGS_BYTES_MAX:,} bytes")
     try:
         asked = wire.topic_of(settings)
     except TypeError as error:
-        raise InvalidArgument(f"{given.call}: settings do not describe a topic: {error}") from error
+        raise InvalidArgument(f"{given.call}: the settings do not describe a topic: {error}") from error
     made = served.hub.create_described(asked, by=served.caller.who)
     return {"topic": wire.topic_to_dict(made.topic), "warnings": list(made.log.warnings)}
 
@@ -147,7 +147,7 @@ def _scan(served: Served, given: Given, at: float) -> Result:
     R1 allows: a value is the one of some moment during the call."""
     prefix, after, limit = given.text("prefix"), given.text_or_none("after"), given.whole_or_none("limit")
     if limit is not None and limit < 1:
-        raise InvalidArgument(f"{given.call}: limit is {limit}: give a whole number from 1 on")
+        raise InvalidArgument(f"{given.call}: limit is {limit}: send an integer of at least 1")
     found: list[Entry] = []
     size, wanted = 0, SCAN_PAGE_FIRST
     while True:

@@ -195,7 +195,7 @@ class ControlStream:
         try:
             if type(number) is not int or not isinstance(name, str):
                 number = number if type(number) is int else None
-                raise InvalidArgument("a control message needs an id, which is an integer, and a call, which is text")
+                raise InvalidArgument("a control message needs an id (an integer) and a call (a string)")
             if name not in calls.RENEWALS:
                 taken = await self._told.take(ANSWER_BYTES)
             answer = {"result": await self._result(name, found, arrived_at)}

@@ -31,8 +31,8 @@ def connections_within(wanted: int) -> int:
     room = max(soft - RESERVED, soft // 2)
     if room < wanted:
         _logger.warning(
-            "connections_max is %d instead of %d: this process may have %d open files; raise that with `ulimit -n` (of "
-            "a systemd service: LimitNOFILE=)",
+            "connections_max is %d instead of %d: this process may have %d open files; raise that with `ulimit -n` "
+            "(for a systemd service: LimitNOFILE=)",
             room,
             wanted,
             soft,

@@ -18,7 +18,7 @@ def parse(data: flight.Bytes, what: str, bytes_max: int) -> dict[str, Any]:
     """The JSON object that a client sent. what: names it in the InvalidArgument that is raised if it is none, or is too
     large."""
     if len(data) > bytes_max:
-        raise InvalidArgument(f"{what} has {len(data):,} bytes, and {bytes_max:,} is the most")
+        raise InvalidArgument(f"{what} has {len(data):,} bytes; the maximum is {bytes_max:,}")
     text = bytes(data)
     if sum(map(text.count, (b",", b"[", b"{"))) > ITEMS_MAX:  # those in texts count too, which are few
         raise InvalidArgument(f"{what} has more than {ITEMS_MAX:,} values: send it in several calls")
@@ -45,11 +45,11 @@ class Given:
         return value
 
     def text(self, name: str) -> str:
-        value: str = self._get(name, str, "text")
+        value: str = self._get(name, str, "a string")
         return value
 
     def text_or_none(self, name: str) -> str | None:
-        value: str | None = self._get(name, (str, type(None)), "text or null", None)
+        value: str | None = self._get(name, (str, type(None)), "a string or null", None)
         return value
 
     def flag(self, name: str) -> bool:
@@ -79,9 +79,9 @@ class Given:
         return list(dict.fromkeys(self.wholes("partitions")))
 
     def texts(self, name: str) -> list[str]:
-        found = self._get(name, list, "a list of texts", [])
+        found = self._get(name, list, "a list of strings", [])
         if not all(isinstance(each, str) for each in found):
-            raise InvalidArgument(f"{self.call}: {name} is not a list of texts")
+            raise InvalidArgument(f"{self.call}: {name} is not a list of strings")
         return list(found)
 
     def pairs(self, name: str) -> dict[int, int] | None:
@@ -101,11 +101,11 @@ class Given:
     def versions(self, name: str) -> dict[str, int]:
         found = self.mapping(name)
         if not all(type(each) is int for each in found.values()):
-            raise InvalidArgument(f"{self.call}: {name} has a version that is no integer")
+            raise InvalidArgument(f"{self.call}: {name} has a version that is not an integer")
         return found
 
     def values(self, name: str) -> dict[str, bytes]:
         try:
             return {key: wire.bytes_of(value) for key, value in self.mapping(name).items()}
         except ValueError as error:
-            raise InvalidArgument(f"{self.call}: {name} has a value that is not base64 text") from error
+            raise InvalidArgument(f"{self.call}: {name} has a value that is not a base64 string") from error

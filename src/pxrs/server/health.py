@@ -57,7 +57,7 @@ class Health(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _watch(self, messages: AsyncIterator[bytes], context: Any) -> None:
         """The status now, and again when it changes, which it does once. Then the call ends."""
         if self._watches >= WATCHES_MAX:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls of Watch are open")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many Watch calls are open")
         self._watches += 1
         try:
             is_known = await self._service(messages, context) in _KNOWN

@@ -63,7 +63,7 @@ class _Table:
         at += _int(self._data, "<I", at)
         count = _int(self._data, "<I", at)
         if count > BUFFERS_MAX:
-            raise InvalidRecord(f"the batch has {count:,} buffers, which the columns of the log have not")
+            raise InvalidRecord(f"the batch has {count:,} buffers, more than the columns of the log have")
         return [
             (_int(self._data, "<q", at + 4 + 16 * n), _int(self._data, "<q", at + 12 + 16 * n)) for n in range(count)
         ]
@@ -91,15 +91,15 @@ def read_layout(header: Bytes, body: Bytes) -> Layout:
     message = _Table(header, _int(header, "<I", 0))
     batch = message.table(2)
     if message.number(1, "<B") != _RECORD_BATCH or batch is None:
-        raise InvalidRecord("the message is no record batch: send the batches of the log's columns and nothing else")
+        raise InvalidRecord("the message is not a record batch: send only batches that have the columns of the log")
     if message.number(0, "<h") != _VERSION_5:
-        raise InvalidRecord("the batch has not version V5 of Arrow's format: send it with Arrow 1.0 or later")
+        raise InvalidRecord("the batch is not in version V5 of Arrow's format: send it with Arrow 1.0 or later")
     compression = batch.table(3)
     if compression is None:
         return Layout(0, 0)
     codec = _CODECS.get(compression.number(0, "<b"))
     if codec is None or compression.number(1, "<b"):
-        raise InvalidRecord("the batch is compressed in an unknown way: use lz4 or zstd, by buffer")
+        raise InvalidRecord("the batch has an unknown compression: use lz4 or zstd, for each buffer")
     return Layout(codec, sum(_decoded_bytes(body, *each) for each in batch.pairs(2)))
 
 

@@ -56,7 +56,7 @@ class Room:
     def __init__(self, limits: ServerLimits) -> None:
         self._stalled_s = limits.read_stalled_s
         self._paused_s = min(PAUSED_S, limits.read_stalled_s)
-        self.budget = Budget(limits.read_held_bytes_max, "batches that other clients have not taken yet")
+        self.budget = Budget(limits.read_held_bytes_max, "batches that other clients have not read yet")
         self._sending: dict[ReadStream, float] = {}
         """The streams that are sending, and since when: the one that has waited longest first."""
         self._relieved_at = 0.0
@@ -104,7 +104,7 @@ class Room:
             if since <= now - self._stalled_s:
                 stream.end(
                     ServerBusy(
-                        f"the client has taken nothing for {self._stalled_s:g} s, and other clients need the room"
+                        f"the client has read nothing for {self._stalled_s:g} s, and other clients need the memory"
                     )
                 )
 
@@ -340,7 +340,7 @@ class _Range:
         self._partition, self.start, self.end = given.whole("partition"), given.whole("start"), given.whole("end")
         if not 0 <= self.start <= self.end:
             raise InvalidArgument(
-                f"DoGet: the range from {self.start} to {self.end} is none: send start and end, 0 <= start"
+                f"DoGet: start is {self.start} and end is {self.end}: they must satisfy 0 <= start <= end"
             )
         self._topic: TopicLog | None = None
 

@@ -27,7 +27,7 @@ def record(served: Served, given: Given, at: float) -> Result:
     """Store the events of a client. Answers when they are stored; raises ServerBusy if that takes too long."""
     texts = given.texts("events")
     if len(texts) > EVENTS_MAX:
-        raise InvalidArgument(f"{given.call}: {len(texts):,} events, and {EVENTS_MAX:,} is the most")
+        raise InvalidArgument(f"{given.call}: {len(texts):,} events; the maximum is {EVENTS_MAX:,}")
     events = [_stamped(served.caller, _event(given, text)) for text in texts]
     writer, stored, clock = served.hub.parts.events, threading.Semaphore(0), served.hub.registry.clock
     until = at + STORED_S
@@ -36,7 +36,7 @@ def record(served: Served, given: Given, at: float) -> Result:
     try:
         for event in events:
             if not writer.keep(event, stored.release):
-                raise ServerBusy(f"{given.call}: too many events wait to be stored, or the server cannot store any")
+                raise ServerBusy(f"{given.call}: too many events are waiting to be stored, or none can be stored")
         for _ in events:
             if not stored.acquire(timeout=max(0.0, until - clock.now())):
                 raise ServerBusy(f"{given.call}: the events were not stored within {STORED_S:g} s")
@@ -50,7 +50,7 @@ def record(served: Served, given: Given, at: float) -> Result:
 def _event(given: Given, text: str) -> Event:
     event = Event.load(text.encode()) if len(text) <= EVENT_BYTES_MAX else None
     if event is None or _NAME.fullmatch(event.name) is None:
-        raise InvalidArgument(f"{given.call}: one of the events is none, or is too long: see docs/wire.md")
+        raise InvalidArgument(f"{given.call}: one of the events is malformed or too long: see docs/wire.md")
     return event
 
 

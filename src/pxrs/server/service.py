@@ -183,7 +183,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         arrived_at = self._served.hub.registry.clock.now()
         name, body = flight.read_action(request)
         if name in calls.WATCHING:
-            raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
+            raise InvalidArgument(f"{name} works only on a control stream (DoExchange): see docs/wire.md")
         arguments = self._json(body or b"{}", "the body")
         pool = calls.pool_of(self._pools, name)
         found = await run(pool, functools.partial(calls.call, served, name, arguments, arrived_at))
@@ -285,7 +285,7 @@ def _with_request(method: Callable[[Served, bytes, Any], Awaitable[None]]) -> Me
         except TimeoutError:
             raise InvalidArgument(f"the request of the call did not arrive within {REQUEST_S:g} s") from None
         if request is None:
-            raise InvalidArgument("the call has no request: send one message")
+            raise InvalidArgument("the call came without a request: send one message")
         await method(served, request, context)
 
     return call

@@ -101,7 +101,7 @@ class Server:
             else:
                 port = self._grpc.add_secure_port(listen, credentials)
         except RuntimeError as error:
-            advice = "" if credentials is None else "; are the files of the certificate and its key valid PEM?"
+            advice = "" if credentials is None else "; are the certificate file and the key file valid PEM?"
             raise CannotListen(f"cannot listen on {listen}: {error}{advice}") from error
         if not port:
             raise CannotListen(f"cannot listen on {listen}: is the port in use?")
@@ -116,7 +116,7 @@ class Server:
             try:
                 await self.service.refresh()
             except Exception:
-                _logger.exception("the tokens file was not looked at; the next try is in %g s", REFRESH_S)
+                _logger.exception("the tokens file could not be checked; retrying in %g s", REFRESH_S)
 
     async def stop(self) -> None:
         """Drain, then close the port."""
@@ -136,7 +136,7 @@ class Server:
         while self.service.open and loop.time() < began + drain_s:
             await asyncio.sleep(_LOOK_S)
         if streams:
-            _logger.warning("%d streams were not answered before the server stopped", len(streams))
+            _logger.warning("the server stopped before it had answered %d streams", len(streams))
         # gRPC waits until clients close their connections, which a frozen one does not, and then cuts them.
         await self._grpc.stop(grace=_CLOSE_S)
         await asyncio.to_thread(self._close)

@@ -57,7 +57,7 @@ def is_staged(ticket: Mapping[str, Any]) -> bool:
 def _staging(served: Served) -> StagingStore:
     if served.staging is None:
         raise InvalidArgument(
-            f"the hub {served.hub.url} is not in a directory and not in a cluster, so that nothing can be staged for it"
+            f"no rows can be staged for the hub {served.hub.url}: only hubs in a directory or a cluster support that"
         )
     return served.staging
 
@@ -69,7 +69,7 @@ def _name(given: Given, argument: str) -> str:
 def _checked(given: Given, argument: str, name: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
-            f"{given.call}: {argument} may have letters, digits, dots, dashes and underscores, <= 200"
+            f"{given.call}: {argument} must be up to 200 letters, digits, dots, dashes and underscores"
         )
     return name
 
@@ -114,9 +114,9 @@ def _announce(served: Served, given: Given, at: float) -> Result:
         feed = Feed.load(given.text("feed"))
         names = feed.incarnation, feed.topic
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"{given.call}: feed is not what a batch reads: {error}") from error
+        raise InvalidArgument(f"{given.call}: feed is not valid: {error}") from error
     if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
-        raise InvalidArgument(f"{given.call}: feed names no topic id, or no member of a group")
+        raise InvalidArgument(f"{given.call}: feed must name a topic id and a member of a group")
     _staging(served).announce(_name(given, "query"), _batch(given), _run(given), feed)
     return {}
 
@@ -133,7 +133,7 @@ def _make_durable(served: Served, given: Given, at: float) -> Result:
 def _publish(served: Served, given: Given, at: float) -> Result:
     topic, (_, query, batch) = served.topic(given), _place(given)
     if (ends := given.wholes("ends")) and len(ends) != topic.partitions:
-        raise InvalidArgument(f"{given.call}: {len(ends)} ends, and {topic.name} has {topic.partitions} partitions")
+        raise InvalidArgument(f"{given.call}: {len(ends)} ends, but {topic.name} has {topic.partitions} partitions")
     try:
         _staging(served).publish(topic, query, batch, _names(given, "files"), ends)
     except FileNotFoundError:
@@ -258,7 +258,7 @@ class PutStream(AppendStream):
                     await run(pool, functools.partial(upload.add, received))
                 finally:
                     self._budget.give_back(taken)
-            raise InvalidRecord("the stream ended before its last message; nothing of the file is kept")
+            raise InvalidRecord("the stream ended before its last message; the file was discarded")
         except OSError as error:
             raise log_error(error) from error
         finally:
@@ -301,7 +301,7 @@ class _Upload:
         with self._lock:
             staged = self._opened().finish()
         if staged.rows != rows:
-            raise InvalidRecord(f"{staged.rows:,} rows have come of a staged file that has {rows:,}")
+            raise InvalidRecord(f"received {staged.rows:,} rows of a staged file that has {rows:,}")
         return {"file": staged.name, "rows": staged.rows}
 
     def discard(self) -> None:

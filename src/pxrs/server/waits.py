@@ -89,7 +89,7 @@ class Waits:
             raise InvalidArgument(f"{given.call}: the number {number} is in use; choose another one")
         if self._used[wait.kind] + wait.weight > most:
             raise ServerBusy(
-                f"{given.call}: one client may have {most:,} {wait.kind} on this server: share them, or raise the limit"
+                f"{given.call}: a client may have {most:,} {wait.kind} on this server: share them, or raise the limit"
             )
         self._by_number[number] = wait
         self._used[wait.kind] += wait.weight
@@ -130,7 +130,7 @@ class Waits:
             try:
                 self._close(wait)
             except Exception:
-                _logger.exception("a watch or subscription of a client that is gone could not be closed")
+                _logger.exception("could not close a watch or subscription of a disconnected client")
 
     def _watch(self, given: Given, prefixes: list[str], number: int) -> Watch:
         self._served.check(given.call, given.found)

@@ -95,7 +95,7 @@ class RegisteredSource:
                 known["value_columns"] = tuple(known["value_columns"])
             return cls(name=key.removeprefix(PREFIX), **known)
         except (ValueError, TypeError, AttributeError) as error:
-            raise RegistryCorrupt(key, f"it is no registered source: {error}") from error
+            raise RegistryCorrupt(key, f"not a valid source record: {error}") from error
 
     @property
     def variable(self) -> str:
@@ -169,8 +169,8 @@ class Catalog:
         # atomic: two processes that register one table under two names at the same moment both succeed.
         if others := [each.name for each in self.records() if each.id == record.id and each.name != record.name]:
             raise SourceExists(
-                f"{record.table} of {record.address} is registered already, under the name {others[0]} and the same id "
-                f"{record.id}: use that name, or remove it first"
+                f"{record.table} of {record.address} is already registered under the name {others[0]}, with the same "
+                f"id {record.id}: use that name, or remove it first"
             )
         try:
             self.registry.commit({PREFIX + record.name: ABSENT}, {PREFIX + record.name: record.dump()})
@@ -178,8 +178,8 @@ class Catalog:
             return self._agreeing(record, exist_ok), False
         if hidden := hidden_options(engine_url):
             _logger.warning(
-                "source %s: these options of the address are not stored, as they may hold secrets: %s; processes give "
-                "them in %s",
+                "source %s: these options of the address are not stored, because they may contain secrets: %s; each "
+                "process must pass them in %s",
                 record.name,
                 ", ".join(hidden),
                 record.variable,
@@ -196,7 +196,7 @@ class Catalog:
         if exist_ok and not differing:
             return there
         how = ", ".join(f"{name} is {getattr(there, name)!r}, not {getattr(wanted, name)!r}" for name in differing)
-        raise SourceExists(f"a source {wanted.name} is registered already" + (f": its {how}" if how else ""))
+        raise SourceExists(f"source {wanted.name} is already registered" + (f": its {how}" if how else ""))
 
     def remove(self, record: RegisteredSource) -> None:
         """Remove a source. Raises Conflict if the registry has another record under its name."""
@@ -300,7 +300,8 @@ def checked_name(name: str) -> str:
 
 def _open(record: RegisteredSource, url: str, identity: str | None) -> SqlTable:
     if record.kind != KIND:
-        raise InvalidTopic(f"source {record.name} is of the kind {record.kind!r}, which this version does not know")
+        raise InvalidTopic(f"source {record.name} is of the kind {record.kind!r}, which this version of pxrs does not "
+                           "support")
     from pxrs.sources.sql_table import sql_table
 
     return sql_table(
@@ -369,9 +370,9 @@ def _wrong(record: RegisteredSource, url: URL, given_by: str) -> WrongSource:
     from pxrs.sources.sql_table.identity import shown_url
 
     return WrongSource(
-        f"source {record.name} is registered for {record.address}, and this process was given {shown_url(url)}, which "
-        f"is another database: correct {given_by}; or, if the table has moved there, or the database was restored from "
-        f"a dump or upgraded by pg_upgrade, run `pxrs source remove {record.name}` and `pxrs source add {record.name} "
+        f"source {record.name} is registered for {record.address}, but this process uses {shown_url(url)}, which is "
+        f"another database: correct {given_by}; or, if the table has moved there, or the database was restored from a "
+        f"dump or upgraded by pg_upgrade, run `pxrs source remove {record.name}` and `pxrs source add {record.name} "
         f"--id {record.id} ...` with its address"
     )
 

@@ -69,7 +69,7 @@ class PollingSource(Source):
         try:
             ends = self.ends()
         except (LogError, OSError) as error:  # the waiting threads are woken, look too, and raise it
-            log.info("looking for news in %s: %s", self.name, error)
+            log.info("looking for new messages in %s failed: %s", self.name, error)
             self._seen = None
             self._subscribers.wake_all()
             return

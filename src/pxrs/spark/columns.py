@@ -54,8 +54,8 @@ def check_schema(given: StructType, columns: Sequence[str]) -> None:
     if [(f.name, f.dataType, f.nullable) for f in given] != [(f.name, f.dataType, f.nullable) for f in ours]:
         raise InvalidOption(
             "schema",
-            f"the columns that are read are {_ddl(ours)}; the schema that was given is {_ddl(given)}. Leave the schema "
-            "out, choose columns with the option columns, and change types with cast",
+            f"the columns that are read are {_ddl(ours)}, but the schema is {_ddl(given)}. Remove the schema, choose "
+            "columns with the option columns, and change types with cast",
         )
 
 

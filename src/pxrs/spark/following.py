@@ -45,8 +45,8 @@ _logger = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
 """How often a query looks for new topics that match its pattern."""
 _GONE: Final = (
-    "Start with a new checkpoint location: the group goes on where it is with the other topics; or set "
-    "failOnDataLoss=false, to go on without it"
+    "Start with a new checkpoint location: the group continues with the other topics where it stopped; or set "
+    "failOnDataLoss=false, to continue without it"
 )
 
 
@@ -83,17 +83,17 @@ class Followed:
         if not has_others:
             were = f"the topic {now} was" if len(self.form.names) == 1 else f"the topics {now} were"
             raise CheckpointsDiffer(
-                f"{were} deleted and made again since Spark wrote its checkpoint, or the query has read other topics "
-                f"with this checkpoint location before. {REPLACED}"
+                f"{were} deleted and created again since Spark wrote its checkpoint, or the query has read other "
+                f"topics with this checkpoint location before. {REPLACED}"
             )
         named = ", ".join(sorted(name or f"with the id {id}" for id, name in missing.items()))
         if self._options.fails_on_loss:
             raise CheckpointsDiffer(
-                f"Spark's checkpoint names the topic {named}, which was deleted since, or which the query does not "
-                f"name any more; it reads {now}. {_GONE}"
+                f"Spark's checkpoint names the topic {named}, which has been deleted, or which the query no longer "
+                f"names; it reads {now}. {_GONE}"
             )
         if not missing.keys() <= self._ignored:
-            _logger.warning("the query goes on without the topic %s, which its checkpoint names", named)
+            _logger.warning("the query continues without the topic %s, which its checkpoint names", named)
             self._ignored |= missing.keys()
 
     def follow(self, start: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Followed:
             except (PartitionLost, CommitUnknown, GroupUnavailable) as error:
                 # The new member continues as after a crash: at Spark's offset, to which it moves the group's
                 # checkpoints.
-                _logger.warning("the last checkpoints before the topics changed may not be written: %s", error)
+                _logger.warning("the last checkpoints before the topics changed may not have been written: %s", error)
         self._join(topics)
         if targets is not None:
             self.query.read_until(targets)
@@ -156,7 +156,7 @@ class Followed:
         if self._options.where.topics.pattern is not None:
             left = list(topics_to_stream(self._hub, self._options.where.topics))
         gone = {id: name for id, name in self.form.names.items() if id not in existing}
-        _logger.warning("the query goes on without topics that were deleted: %s", ", ".join(gone.values()))
+        _logger.warning("the query continues without topics that were deleted: %s", ", ".join(gone.values()))
         self._ignored |= gone.keys()
         self._join_again(start, [part for part in left if isinstance(part, TopicLog)])
         return True

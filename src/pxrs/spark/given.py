@@ -59,7 +59,7 @@ class Given:
         if value is None:
             return None
         if not value.strip().isdecimal() or not 0 < int(value) < _COUNT_MAX:
-            raise InvalidOption(name, f"{value!r}; give a whole number from 1 on")
+            raise InvalidOption(name, f"{value!r}; give a whole number of at least 1")
         return int(value)
 
     def transaction(self) -> tuple[str | None, int | None]:
@@ -70,7 +70,7 @@ class Given:
         if app is not None and not _APP.fullmatch(app.strip()):
             raise InvalidOption("txnAppId", f"{app!r}; give letters, digits, dots, dashes and underscores, at most 128")
         if version is not None and (not version.strip().isdecimal() or int(version) >= 1 << 31):
-            raise InvalidOption("txnVersion", f"{version!r}; give a whole number from 0 on, such as the batch's")
+            raise InvalidOption("txnVersion", f"{version!r}; give a whole number of at least 0, such as the batch's")
         return None if app is None else app.strip(), None if version is None else int(version)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -128,9 +128,9 @@ class Given:
         if not forms:
             raise InvalidOption(TOPIC, "missing; give the topic's name, or subscribe, subscribePattern or assign")
         if forms == ["topic", "subscribe"]:
-            raise InvalidOption("subscribe", "it is another name of topic: give one of them")
+            raise InvalidOption("subscribe", "it is an alias of topic: give only one of them")
         if len(forms) > 1:
-            raise InvalidOption(forms[-1], f"{' and '.join(forms)} each say which topics are read: give one of them")
+            raise InvalidOption(forms[-1], f"{' and '.join(forms)} all name the topics to read: give one of them")
         if names := self._named_topics():
             return Topics(names)
         if (pattern := self.text("subscribePattern")) is not None:
@@ -138,7 +138,7 @@ class Given:
                 re.compile(pattern.strip())
             except re.error as error:
                 raise InvalidOption(
-                    "subscribePattern", f"{pattern!r} is no regular expression of Python's re: {error}"
+                    "subscribePattern", f"{pattern!r} is not a regular expression of Python's re: {error}"
                 ) from None
             return Topics(pattern=pattern.strip())
         return Topics(assigned=self._assigned())
@@ -147,7 +147,7 @@ class Given:
         """The topics that `topic` or `subscribe` names, None if neither is given."""
         given = [name for name in ("topic", "subscribe") if name in self._values]
         if len(given) > 1:
-            raise InvalidOption("subscribe", "it is another name of topic: give one of them")
+            raise InvalidOption("subscribe", "it is an alias of topic: give only one of them")
         if not given:
             return None
         names = tuple(name.strip() for name in (self.text(given[0]) or "").split(","))
@@ -179,9 +179,9 @@ class Given:
         advice = f"give some of {', '.join(choices)}, with commas between them"
         for place, name in enumerate(names):
             if name == HEADERS and not has_headers:
-                raise InvalidOption("columns", f"headers are only there with includeHeaders=true; else {advice}")
+                raise InvalidOption("columns", f"headers needs includeHeaders=true; otherwise {advice}")
             if name not in choices:
-                raise InvalidOption("columns", f"{name!r} is no column; {advice}")
+                raise InvalidOption("columns", f"{name!r} is not a column; {advice}")
             if name in names[:place]:
                 raise InvalidOption("columns", f"{name!r} is given twice; {advice}")
         return names
@@ -201,7 +201,7 @@ class Given:
         if "startingOffsetsByTimestampStrategy" in self._values and boundary.option.endswith("Offsets"):
             raise InvalidOption(
                 "startingOffsetsByTimestampStrategy",
-                "it counts only with startingTimestamp or startingOffsetsByTimestamp: give one of them",
+                "it takes effect only with startingTimestamp or startingOffsetsByTimestamp: give one of them",
             )
         return boundary
 
@@ -213,7 +213,7 @@ class Given:
         names = (f"{end}Offsets", f"{end}OffsetsByTimestamp", f"{end}Timestamp")
         given = [name for name in names if self.text(name) is not None]
         if len(given) > 1:
-            raise InvalidOption(given[-1], f"{given[0]} is given as well: give one of them")
+            raise InvalidOption(given[-1], f"{given[0]} is given as well: give only one of them")
         option = given[0] if given else names[0]
         value = self._values.get(option, words[0]).strip()
         if option == names[2]:

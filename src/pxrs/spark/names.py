@@ -31,7 +31,7 @@ def topics_to_read(hub: Hub, topics: Topics) -> list[TopicLog]:
     names = topics.among(topic.name for topic in hub.topics())
     if not names:
         raise InvalidOption("subscribePattern", f"no topic of the hub matches {topics.pattern}: create one first")
-    return [_topic(hub, name, f"{name} is a registered source, which is read by itself").log for name in names]
+    return [_topic(hub, name, f"{name} is a registered source: read it by itself").log for name in names]
 
 
 def topics_to_stream(hub: Hub, topics: Topics) -> list[TopicLog]:
@@ -50,8 +50,8 @@ def topic_to_write(hub: Hub, name: str) -> TopicHandle:
     return _topic(
         hub,
         name,
-        f"{name} is a registered source: a table that pxrs only reads. Write to a topic; or to the table itself, with "
-        "what your database offers, such as Spark's format('jdbc')",
+        f"{name} is a registered source: a table that pxrs only reads. Write to a topic, or use your database's own "
+        "tools to write to the table, such as Spark's format('jdbc')",
     )
 
 

@@ -45,9 +45,9 @@ class NumberedTask(DataSourceArrowWriter):  # type: ignore[misc]
         if query is None:
             raise InvalidOption(
                 "txnAppId",
-                "missing: Spark did not pass the id of a streaming query to the tasks of this write, as over Spark "
-                "Connect, or in a thread that foreachBatch has started. Give a name that stays the same when the query "
-                "is started again, and that no other query has",
+                "missing: Spark did not pass the id of a streaming query to the tasks of this write, as happens over "
+                "Spark Connect, or in a thread that foreachBatch has started. Give a name that stays the same when the "
+                "query is restarted, and that no other query has",
             )
         return query
 

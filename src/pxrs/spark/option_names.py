@@ -35,25 +35,25 @@ WRITE_STREAM: Final = (*_HUB, "topic")
 WRITE: Final = (*WRITE_STREAM, "txnAppId", "txnVersion")
 
 _KAFKAS: Final = {
-    "kafka.bootstrap.servers": "there are no brokers; give the hub's directory as url",
+    "kafka.bootstrap.servers": "give the hub's directory or server as url",
     "kafka.group.id": "give the group's name as group",
-    "groupidprefix": "pxrs makes no names of groups; give the group's name as group",
-    "kafkaconsumer.polltimeoutms": "tasks read files, and wait for nothing; leave it out",
-    "fetchoffset.numretries": "offsets are read from files; leave it out",
-    "fetchoffset.retryintervalms": "offsets are read from files; leave it out",
+    "groupidprefix": "pxrs generates no group names; give the group's name as group",
+    "kafkaconsumer.polltimeoutms": "tasks read files, and do not poll; remove it",
+    "fetchoffset.numretries": "offsets are read from files; remove it",
+    "fetchoffset.retryintervalms": "offsets are read from files; remove it",
     "maxrecordsperpartition": "give the number of tasks as minPartitions",
 }
 """What to do about an option of Spark's Kafka source that pxrs does not have."""
 _NO_FILTERS: Final = (
-    "there is no such option: Spark 4.3 would give the rows of one filter to other queries on the same DataFrame. "
+    "not supported: Spark 4.3 would give the rows of one filter to other queries on the same DataFrame. "
     "Spark applies where to the rows that are read; to read only a part, give assign for partitions, startingOffsets "
     "and endingOffsets, or startingTimestamp and endingTimestamp"
 )
 """The advice about `pushFilters`, which Spark's documentation of Python sources names (docs/decisions/0071)."""
-_A_CLIENTS: Final = "it sets up a client of Kafka, and pxrs has none; leave it out"
+_A_CLIENTS: Final = "it configures a Kafka client, which pxrs does not have; remove it"
 NO_TABLE: Final = (
-    "Spark passes a Python source none of the options of a table that was made with CREATE TABLE ... USING pxrs. Drop "
-    "the table, and use a temporary view, to which Spark passes them: CREATE TEMPORARY VIEW orders USING pxrs OPTIONS "
+    "Spark does not pass the options of a table created with CREATE TABLE ... USING pxrs to a Python source. Drop the "
+    "table, and use a temporary view, whose options it does pass: CREATE TEMPORARY VIEW orders USING pxrs OPTIONS "
     "(url '/data/hub', topic 'orders')"
 )
 _NEAR: Final = 0.6
@@ -75,9 +75,9 @@ def known_values(
         if name in names:
             found[names[name]] = value
         elif name == "path":
-            raise InvalidOption("path", "a topic has none: leave it out of load, save or start; url names the hub")
+            raise InvalidOption("path", "a topic has no path: remove it from load, save or start; url names the hub")
         elif name in others:
-            raise InvalidOption(others[name], f"not for {of}; it has {', '.join(known)}")
+            raise InvalidOption(others[name], f"not an option of {of}, which has {', '.join(known)}")
         elif name == "provider":  # CREATE TABLE: Spark passes properties of the table instead of its options
             raise InvalidOption("url", f"missing: {NO_TABLE}")
         elif name not in _SPARKS_OWN:

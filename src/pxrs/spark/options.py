@@ -63,9 +63,9 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
         raise InvalidOption("startingOffsets", "a batch that starts at the latest offset reads nothing")
     group = given.text("group")
     if starting.word == "committed" and group is None:
-        raise InvalidOption("group", "startingOffsets=committed needs the group whose checkpoints are meant")
+        raise InvalidOption("group", "startingOffsets=committed needs the group whose checkpoints are used")
     if group is not None and starting.word != "committed":
-        raise InvalidOption("group", "a batch reads no group's checkpoints unless startingOffsets is committed")
+        raise InvalidOption("group", "a batch uses the checkpoints of a group only with startingOffsets=committed")
     return ReadOptions(
         where,
         group,
@@ -86,13 +86,13 @@ def stream_options(options: Mapping[str, str]) -> ReadOptions:
         raise InvalidOption("group", "a streaming query is a member of a consumer group: name the group")
     rows = given.count("maxRowsPerTrigger"), given.count("maxOffsetsPerTrigger")
     if None not in rows:
-        raise InvalidOption("maxRowsPerTrigger", "it is another name of maxOffsetsPerTrigger: give one of them")
+        raise InvalidOption("maxRowsPerTrigger", "it is an alias of maxOffsetsPerTrigger: give only one of them")
     rows_max, rows_min = rows[0] or rows[1], given.count("minOffsetsPerTrigger")
     if rows_min is not None and rows_max is not None and rows_min > rows_max:
         raise InvalidOption("minOffsetsPerTrigger", f"{rows_min} is more than maxOffsetsPerTrigger, {rows_max}")
     delay_s = given.duration_s("maxTriggerDelay")
     if delay_s is not None and rows_min is None:
-        raise InvalidOption("maxTriggerDelay", "it counts only with minOffsetsPerTrigger: leave it out, or give that")
+        raise InvalidOption("maxTriggerDelay", "it takes effect only with minOffsetsPerTrigger: remove it, or add that")
     where = _read_from(given)
     return ReadOptions(
         where,
@@ -152,13 +152,13 @@ def _hub(given: Given) -> tuple[str, str | None]:
     registry = given.text("registry")
     if address.scheme == SERVER:
         if registry is not None:
-            raise InvalidOption("registry", f"{address.text} is a server, which has its registry: leave it out")
+            raise InvalidOption("registry", f"{address.text} is a server with its own registry: remove this option")
         return absolute(address), None
     if address.scheme != "file":
         raise InvalidOption(
             "url",
-            f"{address.text}: Spark's processes share a hub in a directory or behind a server, pxrs://HOST:PORT; "
-            f"{address.scheme}: is neither",
+            f"{address.text}: Spark's processes can only share a hub in a directory or behind a server, "
+            f"pxrs://HOST:PORT; {address.scheme}: is neither",
         )
     return _directory("url", address), None if registry is None else _resolved(registry)
 

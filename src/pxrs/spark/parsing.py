@@ -70,7 +70,7 @@ class ParseJson:
             return StructType.fromDDL(self.schema)
         except PySparkException as error:
             reason = str(error).strip().partition("\n")[0]
-            raise InvalidPipeline(f"parse_json: {self.schema!r} is no schema: {reason}") from error
+            raise InvalidPipeline(f"parse_json: {self.schema!r} is not a schema: {reason}") from error
 
     def _judged(self, messages: DataFrame, schema: StructType) -> DataFrame:
         from pyspark.sql import functions as F
@@ -88,7 +88,7 @@ class ParseJson:
             F.when(F.col("value").isNull(), F.lit("it has no value"))
             .when(~F.is_valid_utf8(F.col("value")), F.lit("it is not UTF-8"))
             .when(documents.isNull() | (documents != 1), F.lit("it is not one JSON document"))
-            .when(~text.rlike(r"^[ \t\r\n]*\{"), F.lit("it is no JSON object"))
+            .when(~text.rlike(r"^[ \t\r\n]*\{"), F.lit("it is not a JSON object"))
             .when(parsed.isNull(), F.lit("it is not one JSON document"))
             .when(whole[_CORRUPT].isNotNull(), _misfit(schema, parsed, text))
         )
@@ -109,7 +109,7 @@ def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
     them.
     """
     if not isinstance(schema, str) and not hasattr(schema, "fieldNames"):
-        raise InvalidPipeline(f"parse_json: schema is {schema!r}; give text such as 'account STRING', or a StructType")
+        raise InvalidPipeline(f"parse_json: schema is {schema!r}; give DDL such as 'account STRING', or a StructType")
     if on_bad not in ("fail", "drop"):
         raise InvalidPipeline(f"parse_json: on_bad is {on_bad!r}; choose fail or drop")
     return ParseJson(schema, on_bad)
@@ -122,7 +122,7 @@ def _misfit(schema: StructType, parsed: Column, text: Column) -> Column:
     wrong = [
         F.when(
             parsed[field.name].isNull() & F.get_json_object(text, f"$['{field.name}']").isNotNull(),
-            F.lit(f"{field.name} is no {field.dataType.simpleString()}"),
+            F.lit(f"{field.name} is not of type {field.dataType.simpleString()}"),
         )
         for field in schema.fields
     ]
@@ -140,6 +140,6 @@ def _flaws(schema: StructType, parsed: Column, above: str = "") -> Iterator[tupl
         if not field.nullable:
             yield parsed.isNotNull() & column.isNull(), f"{path} is missing"
         if isinstance(field.dataType, DoubleType | FloatType):
-            yield F.abs(column) == float("inf"), f"{path} is no {field.dataType.simpleString()}"
+            yield F.abs(column) == float("inf"), f"{path} is not of type {field.dataType.simpleString()}"
         if isinstance(field.dataType, StructType):
             yield from _flaws(field.dataType, column, f"{path}.")

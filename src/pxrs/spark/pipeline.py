@@ -75,7 +75,7 @@ class Pipeline:
         """The messages that do not parse or that the function rejects, with the reason, as they go to the dead-letter
         topic."""
         if (found := self._bad(messages, messages.columns, self._call("collect"))) is None:
-            raise InvalidPipeline(f"{self.name} has no parse step, and its function calls no reject")
+            raise InvalidPipeline(f"{self.name} has no parse step, and its function does not call reject")
         return found
 
     def rejected(self, rows: DataFrame) -> DataFrame:
@@ -86,7 +86,7 @@ class Pipeline:
         call = self._call("collect")
         self._called(rows.select("*", F.struct("*").alias(MESSAGE)), call)
         if not call.collected:
-            raise InvalidPipeline(f"the function of {self.name} calls no reject")
+            raise InvalidPipeline(f"the function of {self.name} does not call reject")
         return _united(call.collected).select(f"{MESSAGE}.*", F.col(REASON).alias("reason"))
 
     def rows_and_dead_letters(self, messages: DataFrame, whole: DataFrame) -> tuple[DataFrame, DataFrame]:
@@ -142,7 +142,7 @@ class Pipeline:
         with call.running(rows):
             result = self.function(rows)
         if not isinstance(result, DataFrame):
-            raise InvalidPipeline(f"{self.name} returned {type(result).__name__}, and not a DataFrame")
+            raise InvalidPipeline(f"{self.name} returned {type(result).__name__}, not a DataFrame")
         call.check_use(result)
         return result
 
@@ -202,7 +202,7 @@ def pipeline(
 
     def decorate(function: Function) -> Pipeline:
         if isinstance(function, Pipeline) or not callable(function):
-            raise InvalidPipeline(f"@pipeline stands before a function, and not before {type(function).__name__}")
+            raise InvalidPipeline(f"@pipeline decorates a function, not {type(function).__name__}")
         found = name if name is not None else getattr(function, "__name__", "")
         if options is not None and not isinstance(options, Mapping):
             raise InvalidPipeline(f"{found}: options is {options!r}; give a dictionary, such as {{'columns': 'value'}}")
@@ -244,23 +244,23 @@ def _check_types(made: Pipeline) -> None:
     """Raise InvalidPipeline for arguments of a wrong type, each of which would cause a TypeError later."""
     name = made.name
     if not isinstance(name, str):
-        raise InvalidPipeline(f"a pipeline's name is {name!r}: give text")
+        raise InvalidPipeline(f"a pipeline's name is {name!r}: give a string")
     if not isinstance(made.sink, Sink) or made.sink.topic == "":
         given = made.sink.topic if isinstance(made.sink, Sink) else made.sink
         raise InvalidPipeline(f"{name}: sink is {given!r}; give a topic's name, parquet(...) or to(...)")
     if not isinstance(made.group, str):
-        raise InvalidPipeline(f"{name}: {made.group!r} is no name of a group")
+        raise InvalidPipeline(f"{name}: {made.group!r} is not a valid name of a group")
     if made.dead_letters is not None and (not isinstance(made.dead_letters, str) or not made.dead_letters):
         raise InvalidPipeline(f"{name}: dead_letters is {made.dead_letters!r}; give a topic's name")
     if made.parse is not None and not isinstance(made.parse, ParseJson):
         raise InvalidPipeline(f"{name}: parse is {made.parse!r}; give parse_json(...)")
     if made.every is not None and not isinstance(made.every, str):
-        raise InvalidPipeline(f"{name}: every is {made.every!r}; give text such as '1 minute'")
+        raise InvalidPipeline(f"{name}: every is {made.every!r}; give a string such as '1 minute'")
     if not isinstance(made.share_group, bool):
         raise InvalidPipeline(f"{name}: share_group is {made.share_group!r}; give True or False")
     for option in made.options:
         if not isinstance(option, str):
-            raise InvalidPipeline(f"{name}: options: {option!r} is no name of an option")
+            raise InvalidPipeline(f"{name}: options: {option!r} is not the name of an option")
     if fault := fault_of(name or "the function", made.function, ("a DataFrame",)):
         raise InvalidPipeline(fault)
 
@@ -269,29 +269,29 @@ def _check(made: Pipeline) -> None:
     _check_types(made)
     name = made.name
     if not _NAME.fullmatch(name):
-        raise InvalidPipeline(f"a pipeline's name is {name!r}: give name= of letters, digits, _ and -, 80 at most")
+        raise InvalidPipeline(f"a pipeline's name is {name!r}: give up to 80 letters, digits, _ and - as name=")
     for group in made.groups():
         if not GROUP_NAME.fullmatch(group):
-            raise InvalidPipeline(f"{name}: {group!r} is no name of a group")
+            raise InvalidPipeline(f"{name}: {group!r} is not a valid name of a group")
     if made.output_mode not in _OUTPUT_MODES:
         raise InvalidPipeline(f"{name}: output_mode is {made.output_mode!r}; choose from {', '.join(_OUTPUT_MODES)}")
     if made.sink.format == "parquet" and made.output_mode != "append":
-        raise InvalidPipeline(f"{name}: Parquet files are appended to; output_mode={made.output_mode!r} cannot be")
+        raise InvalidPipeline(f"{name}: Parquet files are append-only; remove output_mode={made.output_mode!r}")
     if made.sink.topic is not None and made.output_mode == "complete":
-        raise InvalidPipeline(f"{name}: a topic is appended to; output_mode='update' sends what has changed")
+        raise InvalidPipeline(f"{name}: a topic is append-only; output_mode='update' sends what has changed")
     if made.dead_letters is not None and made.parse is not None and made.parse.on_bad == "drop":
         raise InvalidPipeline(f"{name}: on_bad='drop' and dead_letters contradict each other")
     for topic, what in ((made.sink.topic, "sink"), (made.dead_letters, "dead_letters")):
         if topic is not None and reads(made.source, topic):
-            raise InvalidPipeline(f"{name}: {what} is the source, {topic}: it would feed itself for ever")
+            raise InvalidPipeline(f"{name}: {what} is the source, {topic}: the pipeline would read its own output")
     spelled: dict[str, str] = {}
     for option in made.options:
         if (other := spelled.setdefault(option.lower(), option)) != option:
             raise InvalidPipeline(f"{name}: options: {other} and {option} are one option, because Spark ignores case")
     if given := [option for option in made.options if option.lower() in _OURS]:
-        raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be given here")
+        raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be options of a pipeline")
     if made.parse is not None and "columns" in map(str.lower, made.options):
-        raise InvalidPipeline(f"{name}: options: columns is for functions without a parse step, which needs them all")
+        raise InvalidPipeline(f"{name}: options: remove columns, because the parse step needs all columns")
 
 
 def check_together(pipelines: Sequence[Pipeline]) -> None:
@@ -306,7 +306,7 @@ def check_together(pipelines: Sequence[Pipeline]) -> None:
         for group in each.groups():
             if group in groups:
                 raise InvalidPipeline(
-                    f"{groups[group]} and {each.name} are both in the group {group}: each needs one of its own"
+                    f"{groups[group]} and {each.name} are both in the group {group}: each needs its own group"
                 )
             groups[group] = each.name
         if each.sink.folder is not None:
@@ -314,7 +314,7 @@ def check_together(pipelines: Sequence[Pipeline]) -> None:
             if folder in folders:
                 raise InvalidPipeline(
                     f"{folders[folder]} and {each.name} both write files into {folder}: each needs a folder of its "
-                    "own, or Spark takes the batches of the one for those of the other"
+                    "own, because Spark would mistake the batches of one for those of the other"
                 )
             folders[folder] = each.name
 

@@ -69,7 +69,7 @@ def end_tokens(url: str, capabilities: Iterable[str | None]) -> None:
         try:
             _ask(url, "capability.end", {"capability": each})
         except PxrsError as error:
-            _logger.warning("a token for tasks stays valid until its time is over: %s", error)
+            _logger.warning("a token for tasks could not be revoked, and stays valid until it expires: %s", error)
 
 
 def _ask(url: str, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class HubPlace:
         """Raise WrongMachine in a task that cannot reach the hub's directory (K5)."""
         if self.machine is not None:
             check_machine(
-                self.machine, f"the hub's directory is not there. Give the address of a server: {SERVER}://HOST:PORT"
+                self.machine, f"it cannot read the hub's directory. Use the address of a server: {SERVER}://HOST:PORT"
             )
 
     def staging(self) -> Staging:
@@ -209,7 +209,7 @@ def check_machine(machine: str, why: str) -> None:
     """Raise WrongMachine in a task on another machine than the driver's (K5)."""
     if boot_id() != machine:
         raise WrongMachine(
-            f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: {why}; or run the "
+            f"an executor runs on {os.uname().nodename}, which is not the driver's machine: {why}; or run the "
             "executors on the driver's machine"
         )
 

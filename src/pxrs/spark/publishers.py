@@ -115,7 +115,7 @@ class Publishers:
 
 def made_again(name: str) -> BatchRefused:
     return BatchRefused(
-        f"the topic {name} was deleted and made again while rows for it were staged. None of these rows was "
+        f"the topic {name} was deleted and created again while rows for it were staged. None of these rows was "
         "written. Start the query again: it writes this batch to the new topic"
     )
 
@@ -157,11 +157,11 @@ def _first_publisher(hub: Hub, options: WriteOptions, topic: TopicLog | None) ->
         damaged = hub.damaged_topics()
         topics = {each.id for each in hub.topics()} | {each.id for each in damaged if each.id is not None}
     except (LogError, OSError) as error:  # an error of another topic must not stop this one
-        _logger.warning("what was staged for deleted topics is not removed: %s", error)
+        _logger.warning("rows staged for deleted topics were not removed: %s", error)
         return publisher
     if nameless := [each.name for each in damaged if each.id is None]:
         _logger.warning(
-            "what was staged for deleted topics is not removed: the id of topic %s is not known", nameless[0]
+            "rows staged for deleted topics were not removed: the id of topic %s is not known", nameless[0]
         )
         return publisher
     ride_out(lambda: forget_deleted_topics(hub.registry, staging, topics), PATIENCE_S, errors=UNREACHABLE)

@@ -60,7 +60,7 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
                 return table_slices(hub, table, options)
             logs = topics_to_read(hub, topics)
             if options.source_url is not None:
-                raise InvalidOption("sourceUrl", f"{topics} has none; only the table of a registered source has one")
+                raise InvalidOption("sourceUrl", f"{topics} has none; only a table that is a registered source has one")
             names = [topic.name for topic in logs]
             options.starting.check_topics(names)
             options.ending.check_topics(names)
@@ -94,7 +94,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     def __init__(self, options: ReadOptions) -> None:
         if options.is_shared and options.where.topics.assigned is not None:
             raise InvalidOption(
-                "assign", "a query that reads some of the partitions owns all of them: leave out shareGroup"
+                "assign", "a query that reads only some partitions must own all of them: remove shareGroup"
             )
         self._options = options
         self._hub: Hub | None = None

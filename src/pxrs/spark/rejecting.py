@@ -34,7 +34,7 @@ from pxrs.spark.state import is_part_of, steps_between, undecidable_operators
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-NO_REASON: Final = "the pipeline's function has rejected it"
+NO_REASON: Final = "rejected by the pipeline's function"
 """The reason of a row whose column of reasons is null."""
 _current: ContextVar[FunctionCall | None] = ContextVar("_current", default=None)
 
@@ -129,10 +129,10 @@ def reject(rows: DataFrame, condition: Column | str, reason: Column | str) -> Da
     if not isinstance(condition, Column | str):
         raise InvalidPipeline(f"reject: condition is {condition!r}; give a column, or SQL such as 'amount <= 0'")
     if not isinstance(reason, Column | str) or (isinstance(reason, str) and not reason):
-        raise InvalidPipeline(f"reject: reason is {reason!r}; give text, or a column of texts")
+        raise InvalidPipeline(f"reject: reason is {reason!r}; give a string, or a column of strings")
     given = F.expr(condition) if isinstance(condition, str) else condition
     if (kind := rows.select(given).dtypes[0][1]) != "boolean":
-        raise InvalidPipeline(f"reject: the condition {condition!r} is a {kind}, and neither true nor false")
+        raise InvalidPipeline(f"reject: the condition {condition!r} is a {kind}, not a boolean")
     # Null counts as false in both queries: `filter` alone would leave the row out of both.
     is_rejected = F.coalesce(given, F.lit(False))
     text = F.lit(reason) if isinstance(reason, str) else F.coalesce(reason.cast("string"), F.lit(NO_REASON))
@@ -152,7 +152,7 @@ def _refuse_undecidable(rejected: DataFrame) -> None:
     if found := undecidable_operators(rejected):
         raise InvalidPipeline(
             f"reject is called on rows that depend on {', '.join(found)}: the query of the rows and the query of the "
-            "dead letters could decide differently, and a row would be lost or doubled. Call reject before that"
+            "dead letters could decide differently, and lose or duplicate a row. Call reject before that step"
         )
 
 
@@ -160,16 +160,16 @@ def same_decisions(one: FunctionCall, other: FunctionCall) -> None:
     """Raise InvalidPipeline if the function chose the rejected rows in another way in another call."""
     if MESSAGE in chain(*other.decisions):
         raise InvalidPipeline(
-            f"reject depends on all columns, and the query of the dead letters has one column more, {MESSAGE}: the two "
-            "queries would decide differently. Name the columns, in place of * or of na.drop() without subset"
+            f"reject depends on all columns, but the query of the dead letters has one more column, {MESSAGE}: the two "
+            "queries would decide differently. Name the columns, instead of using * or na.drop() without subset"
         )
     if one.decisions != other.decisions:
         terms = zip(chain(*one.decisions), chain(*other.decisions), strict=False)
         what = next(
-            (f"{before} and then {after}" for before, after in terms if before != after), "more or less of them"
+            (f"{before} and then {after}" for before, after in terms if before != after), "a different number of them"
         )
         raise InvalidPipeline(
-            f"the conditions of reject differ between two calls of the function ({what}): rows and dead letters would "
-            "be decided differently. Let a condition, and the columns that it uses, depend on the row alone, and not "
-            "on the time at which the function is called"
+            f"the conditions of reject differ between two calls of the function ({what}): a row could be lost or "
+            "duplicated. A condition, and the columns that it uses, must depend on the row alone, and not on the time "
+            "at which the function is called"
         )

@@ -260,7 +260,7 @@ def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
     if missing := missing_topics(hub, pipelines):
         commands = "; ".join(f"pxrs topic create {topic} --at {hub.url}" for topic in missing)
         names = ", ".join(missing)
-        raise InvalidPipeline(f"no topic {names}: make what is missing with --create-topics, or with {commands}")
+        raise InvalidPipeline(f"no topic {names}: create what is missing with --create-topics, or with {commands}")
     # Compared by id: on a file system that ignores case, `orders` and `Orders` are one topic.
     there = [topic.name for topic in hub.topics()]
     for each in pipelines:
@@ -270,7 +270,7 @@ def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
         for topic in each.topics():
             if topic not in read.values() and (source := read.get(hub.topic(topic).id)) is not None:
                 raise InvalidPipeline(
-                    f"{each.name}: {topic} is the source, {source}, under another name: it would feed itself for ever"
+                    f"{each.name}: {topic} is another name of the source, {source}: it would read its own output"
                 )
 
 
@@ -302,8 +302,8 @@ def check_files(spark: SparkSession, pipelines: Sequence[Pipeline], checkpoints:
         if written > _last(path.name for path in (planned.iterdir() if planned.is_dir() else ())):
             raise InvalidPipeline(
                 f"{each.name}: a stream has written batches into {folder}, up to {written}, that the checkpoint "
-                f"location {location} does not know; Spark would leave out what has their numbers. Give another path, "
-                f"or remove {folder}/{FILES_LOG}: Spark then sees only the files that come later"
+                f"location {location} does not know; Spark would skip new batches with the same numbers. Give another "
+                f"path, or remove {folder}/{FILES_LOG}: Spark then reads only the files that are written later"
             )
 
 

@@ -78,9 +78,9 @@ def check_columns(schema: StructType, topic: str | None) -> tuple[str, ...]:
     unknown = [name for name in names if name not in _COLUMNS]
     if unknown or twice or "value" not in names:
         raise InvalidRecord(
-            f"the columns are {', '.join(names)}; there must be value, and there may be "
-            f"{', '.join(name for name in _COLUMNS if name != 'value')}, each once. Make one with to_json(struct(...)) "
-            "AS value"
+            f"the columns are {', '.join(names)}; value is required, and "
+            f"{', '.join(name for name in _COLUMNS if name != 'value')} are optional, each at most once. Create value "
+            "with to_json(struct(...)) AS value"
         )
     for field in schema.fields:
         column, given = _COLUMNS[field.name], field.dataType
@@ -88,7 +88,7 @@ def check_columns(schema: StructType, topic: str | None) -> tuple[str, ...]:
             is_nested = isinstance(given, _NESTED) and column.is_right(StringType()) and field.name != TOPIC
             cast = f"to_json({field.name})" if is_nested else column.cast
             raise InvalidRecord(
-                f"the column {field.name} is {given.simpleString()}, and must be {column.wanted}: use {cast} AS "
+                f"the column {field.name} is {given.simpleString()}, but must be {column.wanted}: use {cast} AS "
                 f"{field.name}"
             )
     if topic is None and TOPIC not in names:

@@ -89,9 +89,9 @@ def parquet(path: str, partition_by: str | Sequence[str] = ()) -> Sink:
 def to(format: str, partition_by: str | Sequence[str] = (), **options: SparkOption) -> Sink:
     """Any format that Spark can write a stream to, and its options: to("console"), to("delta", path="...")."""
     if not isinstance(format, str) or not format:
-        raise InvalidPipeline(f"to: format is {format!r}; give the name of one of Spark's, such as 'console'")
+        raise InvalidPipeline(f"to: format is {format!r}; give the name of one of Spark's formats, such as 'console'")
     if format.lower() == "pxrs":  # Spark ignores the case
-        raise InvalidPipeline("a sink that is a topic is given by its name, sink='totals'")
+        raise InvalidPipeline("to write to a topic, give its name as the sink: sink='totals'")
     columns = (partition_by,) if isinstance(partition_by, str) else partition_by
     if not isinstance(columns, Sequence) or not all(isinstance(column, str) for column in columns):
         raise InvalidPipeline(f"to: partition_by is {partition_by!r}; give the name of a column, or several")
@@ -119,7 +119,7 @@ def as_messages(rows: DataFrame) -> DataFrame:
         return rows.select(*[name for name in names if name in _MESSAGE])
     fields = [F.col(_quoted(name)) for name in names if name != "key"]
     if not fields:
-        raise InvalidPipeline("there are no columns to make a message's value of")
+        raise InvalidPipeline("there are no columns for the value of a message")
     value = F.to_json(F.struct(*fields)).alias("value")
     if "key" not in names:
         return rows.select(value)

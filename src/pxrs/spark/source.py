@@ -56,6 +56,6 @@ class PxrsSource(DataSource):  # type: ignore[misc]
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
         if overwrite:
-            raise InvalidOption("outputMode", "a topic is appended to: 'complete' would send every row again each time")
+            raise InvalidOption("outputMode", "a topic is append-only: 'complete' would send all rows in each batch")
         options = write_options(self.options, is_stream=True)
         return StreamWriter(options, schema, self.options.get("checkpointLocation"))

@@ -79,8 +79,8 @@ def refuse_shared_state(rows: DataFrame) -> None:
     """Raise SharedState if a streaming query of these rows would keep state. For queries with `shareGroup`."""
     if found := stateful_operators(rows):
         raise SharedState(
-            f"it keeps state ({', '.join(found)}) and was to share its group: partitions move to other members, and "
-            "their state would stay. Give it a group of its own"
+            f"it keeps state ({', '.join(found)}) and cannot share its group: when partitions move to other members, "
+            "their state would not move with them. Give it a group of its own"
         )
 
 

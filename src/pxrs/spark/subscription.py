@@ -16,7 +16,7 @@ def topics_matching(pattern: str) -> Topics:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise InvalidPipeline(f"topics_matching: {pattern!r} is no regular expression: {error}") from error
+        raise InvalidPipeline(f"topics_matching: {pattern!r} is not a regular expression: {error}") from error
     return Topics(pattern=pattern.strip())  # as the option `subscribePattern` is read
 
 
@@ -24,7 +24,7 @@ def topics_of(source: object) -> Topics:
     """The argument of `@pipeline(source=...)` as `Topics`. Raises InvalidPipeline."""
     if isinstance(source, Topics):
         if source.assigned is not None:
-            raise InvalidPipeline("source names partitions; a pipeline reads whole topics")
+            raise InvalidPipeline("source names partitions, but a pipeline reads whole topics")
         return source
     names = (source,) if isinstance(source, str) else tuple(source) if isinstance(source, list | tuple) else ()
     if not names or not all(isinstance(name, str) and name and "," not in name for name in names):

@@ -111,8 +111,8 @@ def _open(record: RegisteredSource, address: str | None) -> SqlTable:
         if address is not None or os.environ.get(record.variable):
             raise
         raise ReadFailed(
-            f"{error}. Spark's processes have the environment of the program that started Spark, as it was then; the "
-            "option sourceUrl takes the whole address too"
+            f"{error}. Spark's processes see the environment variables that were set when Spark was started; the whole "
+            "address can also be given as the option sourceUrl"
         ) from None
 
 
@@ -135,8 +135,8 @@ def _committed(hub: Hub, table: SqlTable, group: str, first: int) -> dict[int, i
         if not table.was_given_out(number, checkpoint.offset):
             raise CheckpointOutOfRange(
                 f"group {group} is at offset {checkpoint.offset} of {table.name}/{number}, an id that the table has "
-                "not given out: it counts anew, or is an older copy than the checkpoint. If it is the right table, "
-                "reset the group"
+                "not assigned yet: its ids restarted, or it is an older copy than the checkpoint. If it is the right "
+                "table, reset the group"
             )
     return {number: found[number].offset if number in found else first for number in range(table.partitions)}
 

@@ -33,7 +33,7 @@ def stream_updates(
         raise InvalidOption(
             "app_id",
             "missing: over Spark Connect, Spark does not pass the id of the query to a batch. Give a name that stays "
-            "the same when the query is started again with its checkpoint location, and that no other query has",
+            "the same when the query is restarted with its checkpoint location, and that no other query has",
         )
     given = {"url": url, "topic": topic, "registry": registry, "txnAppId": app_id}
     options = {name: value for name, value in given.items() if value is not None}

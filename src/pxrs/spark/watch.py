@@ -70,7 +70,7 @@ class QueryWatch:
         batches_max: int = BATCHES_MAX,
     ) -> None:
         if batches_max < 1:
-            raise ValueError(f"batches_max is {batches_max}; give a number from 1 on")
+            raise ValueError(f"batches_max is {batches_max}; give a number of at least 1")
         self._spark, self._on_report, self._batches_max = spark, on_report, batches_max
         self._listener: Any = None
         self._changed = threading.Condition()
@@ -187,7 +187,7 @@ class QueryWatch:
         try:
             self._on_report(report)
         except Exception:
-            _logger.exception("on_report has failed for the query %s", report.name or report.run_id)
+            _logger.exception("on_report failed for the query %s", report.name or report.run_id)
 
 
 def _label(report: QueryReport) -> str:

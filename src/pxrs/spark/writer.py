@@ -236,7 +236,7 @@ def publish_batch(
     reported = [message for message in messages if message is not None]
     queries = {(message.query, message.run) for message in reported}
     if len(queries) != 1:
-        raise BatchRefused(f"batch {batch} is of {len(queries)} queries")
+        raise BatchRefused(f"batch {batch} comes from {len(queries)} queries, not from one")
     ((query, run),) = queries
     # A write with `txnAppId` moves no checkpoints: a batch may make several such writes, and its feeds can move the
     # checkpoints only once.
@@ -254,7 +254,7 @@ def publish_batch(
         raise with_advice(
             error,
             f"batch {batch} of query {query}: the registry could not be reached: {error}. Start the query again: the "
-            "batch is published once, however often that is tried",
+            "batch is published exactly once, however often it is retried",
         ) from error
 
 
@@ -263,8 +263,8 @@ _publishers: Final = Publishers()
 
 def refused_commit() -> BatchRefused:
     return BatchRefused(
-        "a task's writer was asked to commit; it has no address of the registry. Nothing was written: this version of "
-        "PySpark pickles writers in another order than those that pxrs supports"
+        "a task's writer was asked to commit, but it has no address of the registry. Nothing was written: this version "
+        "of PySpark is not supported, because it pickles writers in another order"
     )
 
 
@@ -309,20 +309,20 @@ def _refuse_shared_state(feeds: Sequence[Feed], location: Path | None) -> None:
     if groups and location is None:
         raise InvalidOption(
             "shareGroup",
-            f"whether the query keeps state is not known, and partitions of the shared group {groups[0]} may move away "
-            "from it: leave shareGroup out, or give a checkpointLocation that is a folder of this machine",
+            f"it is unknown whether the query keeps state, and partitions of the shared group {groups[0]} may move "
+            "away from it: remove shareGroup, or give a checkpointLocation that is a local folder of this machine",
         )
     if groups and location is not None and _has_state(location):
         raise InvalidOption(
             "shareGroup",
-            f"the query keeps state, and partitions of the shared group {groups[0]} may move away from it: leave "
-            "shareGroup out, and start with a new checkpoint location",
+            f"the query keeps state, and partitions of the shared group {groups[0]} may move away from it: remove "
+            "shareGroup, and start with a new checkpoint location",
         )
 
 
 def refuse_overwrite(overwrite: bool) -> None:
     if overwrite:
-        raise InvalidOption("mode", "a topic is appended to: write with mode('append')")
+        raise InvalidOption("mode", "a topic is append-only: write with mode('append')")
 
 
 def _parts(messages: Iterable[StagedMessage | None]) -> list[Part]:

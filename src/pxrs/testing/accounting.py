@@ -191,20 +191,20 @@ def differences_of_timeline(hub: pxrs.Hub, group: str, paths: Iterable[Path]) ->
         (id, partition), owner = partition_of(entry.key), Owner.load(entry.key, entry.value)
         mine = told.pop(Place(group, id, partition), [])
         if [each.epoch for each in mine] != list(range(1, owner.epoch + 1)):
-            differences.append(f"{entry.key}: epochs {[each.epoch for each in mine]}, and {owner.epoch} is the last")
+            differences.append(f"{entry.key}: events {[each.epoch for each in mine]}, last epoch {owner.epoch}")
         elif (mine[-1].incarnation, mine[-1].member) != (owner.incarnation, owner.name):
-            differences.append(f"{entry.key}: {mine[-1]} is told, and {owner} is there")
+            differences.append(f"{entry.key}: events report {mine[-1]}, but the owner is {owner}")
         names |= {(id, partition, each.epoch): each.member for each in mine}
-    differences += [f"{place} is told, and it has no owner key" for place in told]
+    differences += [f"events report {place}, which has no owner key" for place in told]
     for place, member in read_owners(paths).items():
         if names.get(place) != member:
-            differences.append(f"partition and epoch {place}: {names.get(place)!r} is told, and it was {member!r}")
+            differences.append(f"partition, epoch {place}: events report {names.get(place)!r}, but it was {member!r}")
     for event in events:
         for tenures in owners([event]).values():
             for each in tenures:
                 at = event.fields["topic_id"], event.fields["partition"], each.epoch
                 if names.get(at, each.member) != each.member:  # type: ignore[arg-type]
-                    differences.append(f"{at}: {event} tells of another owner than {names[at]!r}")  # type: ignore[index]
+                    differences.append(f"{at}: {event} names another owner than {names[at]!r}")  # type: ignore[index]
     return differences
 
 

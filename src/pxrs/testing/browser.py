@@ -121,7 +121,7 @@ class Browser:
                 raise BrowserError(f"{what}: the browser did not answer within {ANSWER_S:g} s")
             data = os.read(self._in, 1 << 20)
             if not data:
-                raise BrowserError(f"{what}: the browser has ended with {self._process.poll()}")
+                raise BrowserError(f"{what}: the browser exited with code {self._process.poll()}")
             self._left += data
         text, _, self._left = self._left.partition(b"\0")
         found: dict[str, Any] = json.loads(text)
@@ -135,7 +135,7 @@ class Browser:
         elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] == "error":
             self.problems.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
         elif event.get("method") == "Page.javascriptDialogOpening":
-            self.problems.append(f"a dialog of JavaScript: {parameters.get('message')}")
+            self.problems.append(f"a JavaScript dialog: {parameters.get('message')}")
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)

@@ -135,7 +135,7 @@ def drain(
     dead_letters=TOPIC` such a message goes to that topic and counts as done. With `on_error="retry"` it is tried again
     at once: nobody would advance the clock meanwhile, so `retry_pause` is 0 here."""
     if options.setdefault("until", "end") != "end":
-        raise InvalidGroup(f"until is {options['until']!r}: drain reads up to the topic's end, leave it away")
+        raise InvalidGroup(f"until is {options['until']!r}: drain always reads up to the topic's end; remove it")
     options.setdefault("on_error", "raise")
     options["retry_pause"] = 0
     count = 0
@@ -194,7 +194,7 @@ def drain_queue(
     deliveries_max = arguments.whole(InvalidArgument, "deliveries_max", deliveries_max, 1)
     clock = hub.registry.clock
     if advance and not isinstance(clock, ManualClock):
-        raise InvalidArgument("advance=True moves a ManualClock, and this hub has the machine's clock: use memory_hub")
+        raise InvalidArgument("advance=True moves a ManualClock, but this hub has the machine's clock: use memory_hub")
     handle = hub.queue(queue)
     store = handle.store
     deliveries: list[Handled] = []
@@ -235,5 +235,5 @@ def _bytes_of(name: str, given: bytes | str) -> bytes:
     if isinstance(given, str):
         return given.encode()
     if not isinstance(given, bytes):
-        raise InvalidArgument(f"{name} is {arguments.shown(given)}: give bytes, or str, which is taken as UTF-8")
+        raise InvalidArgument(f"{name} is {arguments.shown(given)}: give bytes, or str, which is encoded as UTF-8")
     return given

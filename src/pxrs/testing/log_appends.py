@@ -173,7 +173,7 @@ class Appends(LogFixtures):
         refused, *stored, together = topic.append(appends)
         assert stored == [StoredAt(0, is_duplicate=True), StoredAt(2)]
         for outcome in (refused, together):
-            assert isinstance(outcome, NotStored), "all of a partition or nothing"
+            assert isinstance(outcome, NotStored), "all batches of a partition are stored, or none"
             assert isinstance(outcome.error, UnknownProducer)
         assert (topic.end(0), values_from(topic, 1)) == (0, [b"a", b"b", b"c"])
 
@@ -264,7 +264,7 @@ class Origins(LogFixtures):
         with pytest.raises(UnknownProducer) as refused:
             offsets_of(topic.append([batches[0]._replace(since=None)]))
         assert refused.value.stored is None
-        assert offsets_of(topic.append(batches)) == [0, end], "it is looked for from where it began"
+        assert offsets_of(topic.append(batches)) == [0, end], "the search must begin at the offset of the first attempt"
         assert offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, uuid.uuid4()), end)])) == [end + 1]
 
     def test_l4_sequences_count_in_each_partition(self, topic: TopicLog, producer: uuid.UUID) -> None:

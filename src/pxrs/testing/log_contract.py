@@ -124,7 +124,7 @@ class _Topics(LogFixtures):
         offsets_of(topic.append([Append.encoded(0, records([b"before"]))]))
         changed = log.alter_topic("orders", {"retention_s": 60.0, "codec": "lz4", "keep_unread": True}).topic
         assert (changed.id, changed.partitions, changed.revision) == (topic.id, 2, 1)
-        assert log.alter_topic("orders", {"codec": "lz4"}).topic == changed, "nothing is to be changed"
+        assert log.alter_topic("orders", {"codec": "lz4"}).topic == changed, "there is nothing to change"
         assert [each for each in topics_of(log) if each.name == "orders"] == [changed]
         assert log.topic("orders").topic == changed
         assert log.topic("orders").keeps_unread
@@ -304,7 +304,7 @@ class _Retention(LogFixtures):
         self.fill(topic, wall)
         moved = topic.retain(now=22_000_000)
         assert topic.start(0) <= 12, "a message of the last ten seconds is gone"
-        assert topic.start(0) >= 8, "much too old messages are still there"
+        assert topic.start(0) >= 8, "messages that are much too old are still there"
         self.check(topic, moved, 20)
 
     @pytest.mark.parametrize("time_us", [-(10**15), 0, 10**18])

@@ -33,7 +33,7 @@ def values_from(topic: TopicLog, partition: int, offset: int = 0, max_bytes: int
     values: list[bytes | None] = []
     while batches := topic.read(partition, offset, max_bytes):
         for batch in batches:
-            assert batch.base_offset == offset, f"a batch at {batch.base_offset} where {offset} was next"
+            assert batch.base_offset == offset, f"a batch at offset {batch.base_offset}, expected {offset}"
             assert batch.records.schema.equals(SCHEMA)
             values += batch.records.column("value").to_pylist()
             offset = batch.next_offset
@@ -50,7 +50,7 @@ class LogFixtures:
 
     @pytest.fixture
     def log(self) -> Iterator[Log]:
-        raise NotImplementedError("a contract test class says which log it tests")
+        raise NotImplementedError("override `log`: the log under test")
 
     @pytest.fixture
     def topic(self, log: Log) -> TopicLog:

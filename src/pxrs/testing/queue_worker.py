@@ -254,17 +254,17 @@ def _resolved(transaction: Transaction) -> Outcome:
 def _stop_when_asked(registry: Registry) -> None:
     """After SIGHUP, stop this process when it next takes or commits: after the checks of `Registry.commit`, and before
     the request is sent. Only takes and commits of transactions delete keys in the main thread."""
-    asked = threading.Event()
+    asked = set[int]()  # no Event: a second signal may come while the handler of the first one holds its lock
 
     class StoppingRegistry(type(registry)):  # type: ignore[misc]
         def _commit(self, commit: Commit) -> dict[str, int]:
-            if asked.is_set() and commit.delete and threading.current_thread() is threading.main_thread():
+            if asked and commit.delete and threading.current_thread() is threading.main_thread():
                 asked.clear()
                 os.kill(os.getpid(), signal.SIGSTOP)
             return super()._commit(commit)  # type: ignore[no-any-return]
 
     registry.__class__ = StoppingRegistry
-    signal.signal(signal.SIGHUP, lambda *_: asked.set())
+    signal.signal(signal.SIGHUP, lambda number, _: asked.add(number))
     signal.signal(signal.SIGCONT, lambda *_: asked.clear())
 
 

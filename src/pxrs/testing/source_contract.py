@@ -82,15 +82,15 @@ def fetch_all(
     found: dict[tuple[int, int], bytes] = {}
     until = time.monotonic() + PATIENCE_S
     while len(found) < count:
-        assert time.monotonic() < until, f"{len(found)} of {count} messages came"
+        assert time.monotonic() < until, f"only {len(found)} of {count} messages arrived"
         for partition, fetched in source.fetch(places, max_bytes, PATIENCE_S).items():
-            assert partition in places, f"partition {partition} was not asked for"
+            assert partition in places, f"partition {partition} was not requested"
             assert fetched.error is None, fetched.error
             for batch in fetched.batches:
                 for offset, value in zip(
                     message_offsets(batch), batch.records.column("value").to_pylist(), strict=True
                 ):
-                    assert offset >= places[partition], f"offset {offset} comes again"
+                    assert offset >= places[partition], f"offset {offset} was returned twice"
                     found[partition, offset] = value
                     places[partition] = offset + 1
                 assert batch.next_offset >= places[partition], "a batch ends before its last message"
@@ -121,14 +121,14 @@ class Waiting:
     def result(self) -> dict[int, Fetched] | PxrsError:
         """What the call returned, or the error that it raised."""
         self._thread.join(PATIENCE_S)
-        assert self.is_over, "nothing has ended the wait"
+        assert self.is_over, "the wait has not ended"
         return self._error if self._result is None and self._error is not None else self._result or {}
 
 
 class _Fixtures:
     @pytest.fixture
     def feed(self) -> Iterator[Feed]:
-        raise NotImplementedError("a contract test class says which source it tests, and what writes to it")
+        raise NotImplementedError("override `feed`: the source under test, and what writes to it")
 
     @pytest.fixture
     def source(self, feed: Feed) -> Source:
@@ -271,7 +271,7 @@ class _Ranges(_Fixtures):
             assert self._offsets(source, partition, first) == offsets
             assert self._offsets(source, partition, first + 1, last) == offsets[1:-1]
             assert self._offsets(source, partition, first, first) == []
-            assert self._offsets(source, partition, first, last + FAR) == offsets, "no more is there"
+            assert self._offsets(source, partition, first, last + FAR) == offsets, "there are no other messages"
         if not source.has_gaps:
             with pytest.raises(OffsetOutOfRange):
                 self._offsets(source, stored.popitem()[0], FAR)

@@ -213,7 +213,7 @@ class StagingContract:
             return {key for key, name in names.items() if staging.make_durable(TOPIC.id, *key, [name])}
 
         staging.sweep(TOPIC.id, needed)
-        assert kept() == set(names), "tasks of a batch may still be at work"
+        assert kept() == set(names), "tasks of a batch may still be running"
         self.make_older(staging, 1.1 * DAY_S)
         young = self.put(staging, "late", 0, b"v")
         staging.sweep(TOPIC.id, needed)
@@ -238,7 +238,7 @@ class StagingContract:
         name = self.put(staging, "q", 0, b"v")
         assert sorted(staging.topics()) == sorted([TOPIC.id, OTHER])
         staging.clear(TOPIC.id, "q", 0)
-        assert sorted(staging.topics()) == sorted([TOPIC.id, OTHER]), "also if nothing is staged for them now"
+        assert sorted(staging.topics()) == sorted([TOPIC.id, OTHER]), "even if nothing is staged now"
         staging.forget_topic(TOPIC.id)
         staging.forget_topic(TOPIC.id)
         assert staging.topics() == [OTHER]

@@ -49,7 +49,7 @@ def note(parts: HubParts, topic: str) -> None:
         disk.sync_folder(folder)
     except OSError as error:  # such as a full disk, for which a topic may be deleted
         what = disk.explain(error, folder)
-        _logger.warning("if its deletion is cut short, topics/%s/ stays in the registry: %s", topic, what)
+        _logger.warning("topics/%s/ stays in the registry if the deletion of the topic is interrupted: %s", topic, what)
 
 
 def forget(parts: HubParts, topic: str) -> None:
@@ -57,7 +57,7 @@ def forget(parts: HubParts, topic: str) -> None:
     try:
         _forget(parts, topic)
     except PxrsError as error:
-        _logger.warning("topics/%s/ of a deleted topic stays in the registry until the janitor comes: %s", topic, error)
+        _logger.warning("topics/%s/ of a deleted topic stays in the registry until the janitor removes it: %s", topic, error)
 
 
 def forget_published(parts: HubParts, topic: str) -> None:
@@ -74,7 +74,7 @@ def forget_published(parts: HubParts, topic: str) -> None:
         parts.check_registry()
         forget_topic(parts.registry.get(), staging, topic)
     except PxrsError as error:
-        _logger.warning("what queries have left of the deleted topic %s stays for a while: %s", topic, error)
+        _logger.warning("manifests and staged files of the deleted topic %s could not be removed yet: %s", topic, error)
 
 
 def forget_copies(parts: HubParts, topic: str) -> None:

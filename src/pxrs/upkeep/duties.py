@@ -139,7 +139,7 @@ class Round:
         damaged = log.damaged_topics()
         if nameless := [topic.name for topic in damaged if topic.id is None]:
             raise PxrsError(
-                f"what was staged for deleted topics is not removed: the id of topic {nameless[0]} is not known"
+                f"files staged for deleted topics are not removed: the id of topic {nameless[0]} is not known"
             )
         return {topic.id for topic in log.topics()} | {topic.id for topic in damaged if topic.id is not None}
 

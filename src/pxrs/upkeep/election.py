@@ -105,7 +105,7 @@ class Election:
         """Keep the claim, or take it if the janitor is gone. Returns the role of this hub until the next call."""
         parts = self._parts
         if parts.log.is_kept_by_server:
-            kept = LogNotWritable(parts.url, f"{parts.url}: its server does the upkeep, and no client may")
+            kept = LogNotWritable(parts.url, f"{parts.url}: the server does the upkeep; clients cannot")
             return Standing(Role.BARRED, str(kept), kept)
         if parts.log.folder is None:
             return Standing(Role.SOLE)

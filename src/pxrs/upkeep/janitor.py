@@ -137,7 +137,7 @@ class Janitor:
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads is reached, or the process is ending
-            _logger.warning("the upkeep of %s has no thread; the next producer tries again: %s", self._parts.url, error)
+            _logger.warning("the upkeep thread of %s could not be started; the next producer tries again: %s", self._parts.url, error)
             return
         self._thread = thread
 
@@ -196,7 +196,7 @@ class Janitor:
         if thread is not None and thread is not threading.current_thread():
             thread.join(CLOSE_S)
         if not self._round.acquire(timeout=CLOSE_S):
-            _logger.warning("the upkeep of %s is still at work while the hub is closed", self._parts.url)
+            _logger.warning("the upkeep of %s is still running while the hub is closed", self._parts.url)
             return
         try:
             with contextlib.suppress(Closed, HubMoved):  # the hub cannot be used any more
@@ -251,7 +251,7 @@ class Janitor:
             except (Closed, HubMoved, UsedAfterFork):
                 return  # the hub is closed, or its directory is gone: whoever uses the hub gets the error
             except Exception as error:  # noqa: BLE001 - logged; the next look tries again
-                self._note("looking for what is due", error)
+                self._note("finding duties that are due", error)
                 until = self._clock.now() + LOOK_S
 
     def _turn(self, schedule: Schedule) -> float:
@@ -335,7 +335,7 @@ class Janitor:
         outage = self._outages.get(subject)
         if outage is None:
             fields = {"hub": self._parts.url, "subject": subject}
-            outage = self._outages[subject] = Outage(_logger, f"{subject} is held up", extra=fields)
+            outage = self._outages[subject] = Outage(_logger, f"{subject} is blocked", extra=fields)
         outage.failed(error)
 
     def _forget_outages(self, topics: Iterable[Topic]) -> None:

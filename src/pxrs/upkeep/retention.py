@@ -34,7 +34,7 @@ def retain(parts: HubParts, log: TopicLog) -> dict[int, int]:
     Raises LogNotWritable if a server keeps the log. For a topic with `keep_unread`: raises WrongRegistry or
     RetentionPostponed, with nothing removed, if this process may remove nothing."""
     if parts.log.is_kept_by_server:
-        raise LogNotWritable(parts.url, f"{parts.url}: its server does the retention of {log.name}, and no client may")
+        raise LogNotWritable(parts.url, f"{parts.url}: the server does the retention of {log.name}; clients cannot")
     log.refresh()
     if not log.keeps_unread:
         return log.retain(log.clock.wall_time_us())

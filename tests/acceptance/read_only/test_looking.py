@@ -88,7 +88,7 @@ def test_v5_what_has_to_write_is_refused_before_anything_is_done(data: Path) -> 
             assert isinstance(caught.value, LogError | AccessDenied), name
             assert str(data) in str(caught.value), f"{name}: where"
             assert f"uid {os.geteuid()}" in str(caught.value), f"{name}: who"
-            assert "run it as" in str(caught.value), f"{name}: what to do"
+            assert "run this process as" in str(caught.value), f"{name}: what to do"
             assert picture(data) == before, name
 
 

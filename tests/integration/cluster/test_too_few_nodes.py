@@ -34,7 +34,7 @@ def test_one_node_of_three_is_told_by_every_command_and_two_more_are_used_at_onc
         made = command(cluster, "topic", "create", "orders", "--partitions", "2")
         assert (made.returncode, made.stdout) == (0, "made orders with 2 partitions\n")
         assert made.stderr == (
-            f"warning: topic orders was made, and nothing can be stored in it yet: {WHY}; start more storage nodes\n"
+            f"warning: topic orders was created, but nothing can be stored in it yet: {WHY}; start more storage nodes\n"
         )
         code, found = status(cluster)
         assert (code, found["has_faults"], found["is_whole"]) == (1, True, False), "at once, whatever brokers know"

@@ -19,7 +19,6 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 import pxrs
 from pxrs.errors import PxrsError
 from pxrs.testing.forked import Forked
+from pxrs.waiting import SignalEvent
 
 PAUSE_S = 0.05 if os.environ.get("PXRS_SOAK") else 0.15
 READ_BYTES = 1 << 16
@@ -88,7 +88,7 @@ def watched(journals: Iterable[Path]) -> Watched:
 
 
 def main(url: str, topic: str, journal: str, seed: str) -> None:
-    stop, parent, chance = threading.Event(), os.getppid(), random.Random(int(seed))
+    stop, parent, chance = SignalEvent(), os.getppid(), random.Random(int(seed))
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

@@ -75,7 +75,7 @@ def test_k2_the_same_batch_of_another_plan_is_refused_where_the_input_is_not_kno
     publish(1, "")
     before = state(place)
     assert place.arrived() == 2
-    with pytest.raises(BatchRefused, match="batch 1, and Spark has planned it anew: an old checkpoint location"):
+    with pytest.raises(BatchRefused, match="batch 1, but Spark has planned it again: an old checkpoint location"):
         publish(1, "c")
     assert state(place) == before
     publish(2, "d")

@@ -75,7 +75,7 @@ def test_a_staged_file_of_a_later_format_is_refused(place: Place) -> None:
     driver, path = staged_file(place)
     data = path.read_bytes()
     path.write_bytes(data[:-16] + struct.pack("<I4x", FORMAT + 1) + data[-8:])
-    with pytest.raises(BatchRefused, match=rf"format {FORMAT + 1}, and this version of pxrs reads format {FORMAT}"):
+    with pytest.raises(BatchRefused, match=rf"format {FORMAT + 1}, but this version of pxrs reads format {FORMAT}"):
         driver.publisher.publish(QUERY, 0, [path.name])
 
 

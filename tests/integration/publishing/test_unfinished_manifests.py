@@ -52,7 +52,7 @@ def test_k1_a_manifest_that_cannot_be_finished_stops_its_own_query_alone(
     for batch in range(4):
         fed_batch(other, "newer", batch, (5 * batch + 5, 5 * batch + 10))
     assert place.arrived() == 20
-    assert caplog.messages == [f"batch 0 of query {QUERY} is not finished, and cannot be: {error}"]
+    assert caplog.messages == [f"batch 0 of query {QUERY} is not finished and cannot be finished: {error}"]
 
 
 @pytest.mark.parametrize("error", [AppendFailed("no space left"), UnknownTopic("out")])
@@ -78,7 +78,7 @@ def empty_staged(place: Place) -> str:
 def damage_manifest(place: Place) -> str:
     key = f"spark/{place.target.id}/{QUERY}"
     place.hub.registry.commit(put={key: b"damaged"})
-    return f"{key}: it is no manifest: "
+    return f"{key}: not a valid manifest record: "
 
 
 @pytest.mark.parametrize("damage", [cut_staged, empty_staged, damage_manifest])

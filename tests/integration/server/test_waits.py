@@ -21,8 +21,8 @@ def test_every_public_call_ends_within_its_limit_while_the_server_does_not_answe
         url = f"pxrs://{proxy.host}:{proxy.port}?timeout={TIMEOUT_S:g}&patience={PATIENCE_S:g}"
         ended = check_calls(World(url, None, TIMEOUT_S, PATIENCE_S), proxy.stall, proxy.restore)
     for name, kind, limit in (
-        ("TopicHandle.read", ReadFailed, f"given up after {PATIENCE_S:g} s (`patience` of the address)"),
-        ("Registry.get", RegistryUnavailable, f"given up after {TIMEOUT_S:g} s (`timeout` of the address)"),
+        ("TopicHandle.read", ReadFailed, f"gave up after {PATIENCE_S:g} s (`patience` in the address)"),
+        ("Registry.get", RegistryUnavailable, f"gave up after {TIMEOUT_S:g} s (`timeout` in the address)"),
     ):
         error = ended[name]
         assert isinstance(error, kind)

@@ -155,8 +155,8 @@ def test_x14_a_shared_query_reads_the_others_first_and_then_tells_of_a_paused_pa
         assert set(query.ranges({}, planned)[0]) == {0, 2, 3}
         end, spans = run_batch(query, planned)
         assert set(spans) == {0, 2, 3}
-        assert [record.getMessage() for record in caplog.records if "holds up partition 1" in record.getMessage()]
-        with pytest.raises(PartitionsPaused, match="partition 1, "):
+        assert [record.getMessage() for record in caplog.records if "partition 1 is paused" in record.getMessage()]
+        with pytest.raises(PartitionsPaused, match="partition 1 is paused"):
             query.latest(end, None, None)
     with join_query(hub, SHARED) as query:  # without an end it stays, for somebody may decide meanwhile
         assert query.latest(end, None, None) == end

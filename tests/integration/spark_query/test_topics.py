@@ -223,7 +223,7 @@ def test_a_deleted_topic_ends_the_query_unless_data_may_be_lost(
             engine.plan()
         with caplog.at_level(logging.WARNING, "pxrs"):
             assert other.read_all() == [("orders", 0, 20), ("orders", 1, 20)]
-        assert "goes on without topics that were deleted: returns" in caplog.text
+        assert "continues without topics that were deleted: returns" in caplog.text
         assert other.stream.reportLatestOffset() == {
             "topics": {shop.topic("orders").id: {"name": "orders", "partitions": {"0": 21, "1": 21}}}
         }
@@ -254,7 +254,7 @@ def test_assign_reads_the_named_partitions_alone_and_shows_the_others_as_unread(
     with Engine(shop, location, subscribe=BOTH) as engine:  # nothing of it was passed over
         assert engine.read_all() == [("orders", 0, offset) for offset in range(21)]
     shared = {"url": shop.url, "group": "g", "assign": assign, "shareGroup": "true"}
-    with pytest.raises(InvalidOption, match="leave out shareGroup"):
+    with pytest.raises(InvalidOption, match="remove shareGroup"):
         StreamReader(stream_options(shared))
 
 

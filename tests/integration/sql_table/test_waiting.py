@@ -209,7 +209,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "match"),
         [
-            ({"id_column": "nothing"}, "no column 'nothing'; there are id, account"),
+            ({"id_column": "nothing"}, "no column 'nothing'; existing: id, account"),
             ({"id_column": "body"}, "must be an integer"),
             ({"key_column": "nothing"}, "no column"),
             ({"value_column": None}, "one of them"),

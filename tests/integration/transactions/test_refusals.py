@@ -39,7 +39,7 @@ class TestRefusals:
         twin.consumer()
         for url in (*others, twin.engine_url):
             engine = create_engine(url)
-            with pytest.raises(InvalidGroup, match="does not lead to the tables"):
+            with pytest.raises(InvalidGroup, match="does not access the tables"):
                 transactions(inbox, engine)
             engine.dispose()
 
@@ -49,7 +49,7 @@ class TestRefusals:
             transactions(sqlite.consumer(), create_engine("postgresql+psycopg://nobody@localhost/x"))
         with pxrs.open(tmp_path / "plain") as hub:
             hub.create_topic("t", partitions=1)
-            with pytest.raises(InvalidGroup, match="no PostgreSQL or SQLite"):
+            with pytest.raises(InvalidGroup, match="not a PostgreSQL or SQLite"):
                 transactions(hub.consumer("t", "g"), sqlite.engine)
 
     def test_an_engine_that_commits_by_itself_is_refused(self, postgresql: Place) -> None:

@@ -421,7 +421,7 @@ def test_c8_a_ledger_is_not_ended_below_what_this_broker_has_confirmed_itself(
         patch.setattr(NodeLink, "read", forgetful)
         found.partition.get_stuck("a test")
         eventually(
-            lambda: found.ledgers()[0].is_closed or "none of its storage nodes has it" in str(found.partition.why_not),
+            lambda: found.ledgers()[0].is_closed or "none of its storage nodes has an" in str(found.partition.why_not),
             what=lambda: found.partition.why_not,
         )
         assert not found.ledgers()[0].is_closed, "below an entry that was acknowledged"

@@ -108,7 +108,7 @@ def test_c4_a_recovery_that_ends_before_what_was_confirmed_is_refused(
     partition.get_stuck("a test")
     eventually(lambda: _tries(found) > 1)
     (told,) = _errors(caplog, f"{found.name}/0")
-    assert "recovered up to 1, and 2 was confirmed before" in told
+    assert "recovered up to offset 1, but offsets up to 2 had been confirmed" in told
     assert partition.is_stuck
     assert found.ledgers() == 1, "each try begins a ledger"
 

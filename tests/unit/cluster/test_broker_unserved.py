@@ -131,7 +131,7 @@ def test_a_cluster_that_can_store_nothing_says_so_and_serves_once_there_are_node
     made = call("topic", "create", "orders", "--partitions", "2")
     assert made.code == 0
     assert made.errors.startswith(
-        f"warning: topic orders was made, and nothing can be stored in it yet: {WHY}; start more storage nodes"
+        f"warning: topic orders was created, but nothing can be stored in it yet: {WHY}; start more storage nodes"
     )
     found = status_when(lonely, lambda found: len(found.unserved) == 4)
     assert {(each.topic, each.owner, each.kind, each.why) for each in found.unserved} == {

@@ -59,7 +59,7 @@ def test_ledgers_with_the_fewest_copies_come_first_and_a_long_list_is_cut() -> N
     found = assemble(replace(FOUND, alive={"a": FOUND.alive["a"], "b": FOUND.alive["b"]}, ledgers=(*many, worse)))
     told = list(problems(found))
     assert "ledger 9 lacks copies: position 0 has no node, position 1 has no node" in told[0].text
-    assert next(each.text for each in told if each.kind == "cluster") == "copies are also lacking in 1 more ledger"
+    assert next(each.text for each in told if each.kind == "cluster") == "copies are also missing in 1 more ledger"
 
 
 def test_ledgers_to_be_checked_are_counted_and_not_urgent() -> None:

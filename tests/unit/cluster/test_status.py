@@ -198,7 +198,7 @@ def test_a_placement_function_that_fails_is_a_fault() -> None:
     [
         ("doubts", "is in doubt about 2 ledgers"),
         ("damaged", "has 2 damaged places"),
-        ("is_unchecked", "compares what it has"),
+        ("is_unchecked", "is comparing its entries"),
     ],
 )
 def test_c7_a_node_in_doubt_or_with_damaged_entries_is_a_fault(field: str, words: str) -> None:
@@ -216,7 +216,7 @@ def test_c8_a_ledger_that_was_ended_by_nodes_in_doubt_is_told_and_is_no_fault() 
     assert not found.has_faults
     (told,) = problems(found)
     assert not told.is_urgent
-    assert "orders/0, ledger 2 was ended by answers of storage nodes that were in doubt (a, b)" in told.text
+    assert "orders/0, ledger 2 was closed by answers of storage nodes that were in doubt (a, b)" in told.text
     assert "from offset 70 on" in told.text
     assert found.to_json(ledgers=False)["doubted"] == [{"ledger": "t1/0/2", "nodes": ("a", "b")}]
 

@@ -51,7 +51,7 @@ def test_a_directory_in_use_is_refused(run, tmp_path: Path) -> None:  # type: ig
     finally:
         directory.close()
     assert result.code == EXIT_FINAL
-    assert "is used by another storage node that is running" in result.errors
+    assert "is in use by another storage node" in result.errors
 
 
 def test_a_port_in_use_may_be_free_later(run, arguments: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

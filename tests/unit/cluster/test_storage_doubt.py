@@ -290,7 +290,7 @@ def test_rot_stays_rot_if_the_start_that_found_it_ends_before_it_is_recorded(
     for _ in range(2):
         with started(folder, registry) as found:
             assert [each.is_torn for each in found.node.journal.lost] == [False]
-            assert "the disk has damaged" in str(found.node.refuses)
+            assert "damaged on the disk" in str(found.node.refuses)
             assert answers(found.node, first) == "????"
 
 
@@ -325,7 +325,7 @@ def test_c9_a_machine_that_was_put_back_to_an_earlier_state_is_no_longer_the_nod
         registration = Registration(registry, found.node, found.starts, ADDRESS, StorageLimits(), print)
         record = node_record(registry, found.node.id)
         registry.commit(put={key: replace(record, journal_end=found.node.journal.end + 80).dump()})
-        with pytest.raises(ClusterError, match="put back to an earlier state"):
+        with pytest.raises(ClusterError, match="restored to an earlier state"):
             registration._record()
         assert node_record(registry, found.node.id).journal_end == found.node.journal.end + 80
         before = found.node.id
@@ -395,7 +395,7 @@ def test_c7_a_node_starts_although_the_disk_cannot_read_a_part_of_its_journal(
         for _ in range(2):
             with started(folder, registry) as found:
                 assert answers(found.node, first, 5) == "+?!++?"
-                assert "the disk has damaged" in str(found.node.refuses)
+                assert "damaged on the disk" in str(found.node.refuses)
 
 
 def test_the_next_record_is_found_wherever_the_pieces_end_in_which_it_is_searched(
@@ -421,7 +421,7 @@ def test_a_header_that_goes_on_in_a_page_that_the_disk_cannot_read_is_rot(
     lose_mark(folder)
     with BadPages(segment, frozenset({place // 64 + 1})).in_use(monkeypatch), started(folder, registry) as found:
         assert [each.is_torn for each in found.node.journal.lost] == [False]
-        assert "the disk has damaged" in str(found.node.refuses)
+        assert "damaged on the disk" in str(found.node.refuses)
         assert answers(found.node, first, 2) == "+??"
 
 
@@ -680,7 +680,7 @@ def test_c7_a_damaged_node_takes_entries_again_when_it_lacks_nothing(folder: Pat
     data[20] ^= 1
     segments[0].write_bytes(data)
     with started(folder, registry, segment_bytes=SEGMENT_BYTES) as found:
-        assert "the disk has damaged" in str(found.node.refuses)
+        assert "damaged on the disk" in str(found.node.refuses)
         assert found.node.load.damaged == 1
         collecting = collector(registry, found)
         collecting.settle()
@@ -767,7 +767,7 @@ def test_a_damaged_segment_is_cleaned_only_if_that_leaves_the_reserve(
         collecting, end = collector(registry, found), found.node.journal.end
         with monkeypatch.context() as patch:
             patch.setattr(Room, "free_bytes", 400)
-            with pytest.raises(NodeFull, match="too little room to copy"):
+            with pytest.raises(NodeFull, match="until the disk has space to copy"):
                 collecting.settle()
         assert found.node.journal.end == end
         collecting.settle()

@@ -455,7 +455,7 @@ def test_c5_of_two_copies_that_start_at_the_same_moment_one_is_refused(
 def test_a_directory_has_one_process_also_if_the_lock_file_was_deleted(folder: Path, registry: Registry) -> None:
     first = started(folder / "node", registry)
     (folder / "node" / LOCK).unlink()
-    with pytest.raises(InvalidArgument, match="used by another storage node"):
+    with pytest.raises(InvalidArgument, match="in use by another storage node"):
         started(folder / "node", registry)
     close(first)
     close(started(folder / "node", registry))

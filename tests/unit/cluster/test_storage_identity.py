@@ -375,7 +375,7 @@ def test_another_format_is_refused_with_what_to_do_and_nothing_is_changed(
 def test_a_directory_has_one_process(folder: Path, registry: Registry) -> None:
     with (
         started(folder, registry),
-        pytest.raises(InvalidArgument, match="used by another storage node"),
+        pytest.raises(InvalidArgument, match="in use by another storage node"),
         started(folder, registry),
     ):
         pass

@@ -98,7 +98,7 @@ def test_c7_a_damaged_header_is_never_cut_and_what_it_held_is_unknown(folder: Pa
     for _ in range(2):
         with opened(folder, proof=end) as node:
             assert node.is_proven, "the damage is known, and so is what it leaves unknown"
-            assert "the disk has damaged" in str(node.refuses)
+            assert "damaged on the disk" in str(node.refuses)
             found = list(node.read(LEDGER, 0, 4, 1 << 20, None, heads=False))
             assert [each.head is not None for each in found] == [True, False, True, True, False]
             assert [each.is_unknown for each in found] == [False, True, False, False, True]

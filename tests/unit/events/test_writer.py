@@ -80,7 +80,7 @@ def test_recording_does_not_wait_for_the_log_and_a_full_buffer_drops_counts_and_
         writer.record("member.joined", group="g", member=str(number))
     warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert [each.getMessage() for each in warnings] == [
-        "5 events of memory: wait to be stored: further ones are dropped until there is room"
+        "5 events of memory: are waiting to be stored: further events are dropped until there is room"
     ]
     store.is_free.set()
     assert writer.flush(WAIT_S)

@@ -126,7 +126,7 @@ def test_x14_a_paused_partition_is_told_to_try_again(registry: Registry, worker:
     group.retry("orders", 1)
     assert registry.get(key) is None
     for ask in (group.retry, group.skip, group.paused):
-        with pytest.raises(GroupError, match="has not paused partition 1 of orders"):
+        with pytest.raises(GroupError, match="partition 1 of orders is not paused"):
             ask("orders", 1)
 
 

@@ -192,7 +192,7 @@ def test_offsets_are_of_one_topic_and_words_of_all_that_are_still_there(
         group.reset("latest", topic="gone")
     log.delete_topic("mail")
     log.delete_topic("orders")
-    with pytest.raises(GroupError, match="no topic that is still there"):
+    with pytest.raises(GroupError, match="no topic that still exists"):
         group.reset("latest")
 
 

@@ -137,7 +137,7 @@ def test_other_methods_are_refused(endpoint: Endpoint) -> None:
 
 
 def test_a_port_in_use_is_an_error_that_may_pass(endpoint: Endpoint) -> None:
-    with pytest.raises(CannotListen, match="cannot listen for metrics on"):
+    with pytest.raises(CannotListen, match="cannot serve metrics on"):
         Endpoint(endpoint.address, lambda accept: (b"", ""))
 
 
@@ -162,7 +162,7 @@ def test_what_is_no_address_is_refused(given: str) -> None:
 
 
 def test_a_host_that_can_be_no_name_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="is no host name"):
+    with pytest.raises(InvalidArgument, match="is not a host name"):
         Endpoint(f"{'a' * 70}.example:0", lambda accept: (b"", ""))
 
 

@@ -76,7 +76,7 @@ def test_a_message_whose_reply_was_lost_fails_at_its_delivery_timeout_as_unknown
         receipt = out.send(b"a")
         expire(out, was_tried)
         assert isinstance(failure(receipt), AppendUnknown)
-        with pytest.raises(AppendUnknown, match="look for them before you send them again"):
+        with pytest.raises(AppendUnknown, match="check the topic before you send them again"):
             out.flush()
     assert topic.values(0) == [b"a"]
 
@@ -94,7 +94,7 @@ def test_l4_a_message_whose_append_does_not_return_is_unknown_and_those_behind_i
     assert isinstance(failure(stuck), AppendUnknown)
     error = failure(behind)
     assert not isinstance(error, AppendUnknown)
-    assert "not stored, because what was sent to the partition before it has failed" in str(error)
+    assert "not stored, because an earlier batch of the partition failed" in str(error)
     out.flush()  # the error was raised
     holding.gate.opened.set()  # the append returns, and lands: its late result changes nothing
     assert out.send(b"later", partition=1).result(SOON_S)[0] == 1
@@ -248,7 +248,7 @@ def test_close_with_a_timeout_fails_what_waits_and_closes_the_producer(holding: 
     given = out.send(b"given to the log", partition=1)
     assert holding.gate.reached.wait(SOON_S)
     queued = out.send(b"queued", partition=1)
-    with pytest.raises(TimeoutError, match=r"closed, and not everything was stored within 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"closed, but not everything was stored within 0\.05 s"):
         out.close(timeout=0.05)
     assert isinstance(failure(given), AppendUnknown)
     assert not isinstance(failure(queued), AppendUnknown)

@@ -217,7 +217,7 @@ def test_a_batch_that_cannot_be_encoded_fails_its_partition_alone(
         assert [receipt.result(0) for receipt in good] == [(0, 0), (1, 0)]
         with pytest.raises(InvalidRecord, match="too large"):
             bad[0].result(0)
-        with pytest.raises(AppendFailed, match=r"not stored, because what was sent .* before it .*: too large"):
+        with pytest.raises(AppendFailed, match=r"not stored, because an earlier batch .* failed: .*too large"):
             bad[1].result(0)
         later = out.send(b"good", partition=1)
         out.flush()

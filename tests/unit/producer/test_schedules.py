@@ -121,7 +121,7 @@ def test_what_is_being_sorted_when_the_producer_is_closed_fails_with_what_was_se
     second = out.send(b"second", partition=1)
     with pytest.raises(AppendFailed, match="refused"):
         out.close()
-    with pytest.raises(AppendFailed, match="what was sent to the partition before it has failed"):
+    with pytest.raises(AppendFailed, match="because an earlier batch of the partition failed"):
         second.result(SOON_S)
     assert held.values(1) == []
 
@@ -255,7 +255,7 @@ def test_a_look_up_that_never_returns_holds_up_another_partition_once(monkeypatc
     first = sent(out)
     assert asked.wait(SOON_S)
     expire(out, lambda lane: lane.is_trying)
-    with pytest.raises(AppendFailed, match="it was not given to the log"):
+    with pytest.raises(AppendFailed, match="it was not sent to the log"):
         out.flush()
     for each in first:
         with pytest.raises(AppendFailed):

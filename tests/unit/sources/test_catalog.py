@@ -245,7 +245,7 @@ class TestAddresses:
         with caplog.at_level(logging.WARNING, "pxrs.sources.catalog"):
             record = hub.add_source("events", f"{shop.url}?isolation_level=IMMEDIATE", table="events", **SETTINGS)
         assert record.address == shop.url
-        assert "isolation_level; processes give them in PXRS_SOURCE_EVENTS" in caplog.text
+        assert "isolation_level; each process must pass them in PXRS_SOURCE_EVENTS" in caplog.text
         assert "IMMEDIATE" not in caplog.text
 
 

@@ -85,7 +85,7 @@ def _order(chance: random.Random, number: int, at: datetime) -> Order:
 
 def _bad(fields: dict[str, object]) -> Iterator[tuple[bytes, str]]:
     """Bad orders of several kinds, each with its reason."""
-    yield json.dumps({**fields, "amount": "many"}).encode(), "amount is no decimal(12,2)"
+    yield json.dumps({**fields, "amount": "many"}).encode(), "amount is not of type decimal(12,2)"
     yield (
         json.dumps({name: value for name, value in fields.items() if name != "account"}).encode(),
         "account is missing",

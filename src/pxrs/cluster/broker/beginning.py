@@ -66,8 +66,8 @@ def chosen_nodes(broker: Broker, topic: TopicRecord) -> tuple[str | None, ...]:
         needed = nodes_needed(topic.quorum)
         if accepting >= needed:
             raise InvalidPlacement(
-                f"the placement function {topic.placement!r} has chosen {sum(node is not None for node in nodes)} of "
-                f"{accepting} storage nodes, and {needed} are needed"
+                f"the placement function {topic.placement!r} chose {sum(node is not None for node in nodes)} of "
+                f"{accepting} storage nodes, but {needed} are needed"
             )
         raise NotEnoughNodes(needed, accepting, topic.quorum.ensemble)
     return nodes

@@ -74,7 +74,7 @@ class NodeDoubts:
             asked.state, asked.ledgers = state, frozenset(found)
             asked.not_before, asked.again_at = 0.0, time.monotonic() + AGAIN_S
         except PxrsError as error:
-            _logger.info("storage node %s does not tell which entries it may have lost: %s", node, error)
+            _logger.info("storage node %s did not report which entries it may have lost: %s", node, error)
         finally:
             asked.is_under_way = False
             self._on_answer()

@@ -128,7 +128,7 @@ class ClusterLog(Log, HasStaging):
         try:
             self.broker.registry.commit({key: ABSENT}, {key: record.dump()})
         except Conflict:
-            raise TopicExists(f"there is a topic {topic.name!r} already") from None
+            raise TopicExists(f"topic {topic.name!r} already exists") from None
         self.broker.view.look_again()
         made = ClusterTopic(record, self)
         lack = shortfall(quorum, len(storage_candidates(self.broker.view.seen.takers)))
@@ -180,7 +180,7 @@ class ClusterLog(Log, HasStaging):
                 continue
             self.broker.view.refresh()
             return ClusterTopic(altered, self)
-        raise TopicExists(f"the settings of {name} changed at every attempt: try again")
+        raise TopicExists(f"the settings of {name} were changed by others at every attempt: try again")
 
     def delete_topic(self, name: str) -> str:
         key = records.topic_key(name)
@@ -197,7 +197,7 @@ class ClusterLog(Log, HasStaging):
             self._wait_until_given_up(record.topic.id, name)
             self.broker.crew.submit(self._finish, record.topic.id, gone)
             return record.topic.id
-        raise TopicExists(f"topic {name} changed at every attempt: try again")
+        raise TopicExists(f"topic {name} was changed by others at every attempt: try again")
 
     def finish_deletions(self) -> None:
         for entry in self.broker.registry.scan(records.DELETED):
@@ -220,8 +220,8 @@ class ClusterLog(Log, HasStaging):
             else:
                 return
         _logger.warning(
-            "topic %s was deleted, but these brokers have not given it up, and may still take messages, which are "
-            "lost: %s",
+            "topic %s was deleted, but these brokers have not given it up yet and may still accept messages, which "
+            "will be lost: %s",
             name,
             ", ".join(left),
         )
@@ -234,7 +234,7 @@ class ClusterLog(Log, HasStaging):
             owners = {OwnerRecord.parse(entry.key, entry.value).broker for entry in entries} - {NOBODY}
             return [owner for owner in sorted(owners) if registry.get(records.broker_key(owner)) is not None]
         except PxrsError as error:
-            return [f"not known, because the registry cannot be read: {error}"]
+            return [f"unknown, because the registry cannot be read: {error}"]
 
     def _finish(self, topic_id: str, gone: DeletedTopic) -> None:
         """Remove the records of a deleted topic (P7). Storage nodes then remove its ledgers as garbage."""

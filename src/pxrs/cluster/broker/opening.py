@@ -88,7 +88,7 @@ def _producers(broker: Broker, partition: OwnedPartition, closed: list[LedgerRec
             if not record.abandoned and abandonment_of(broker.registry, record) is None:
                 raise
             # An operator has accepted the loss (C6). A batch that a producer sends again may now be stored twice.
-            _logger.error("%s: the state of its producers is incomplete: %s", partition.name, error)
+            _logger.error("%s: incomplete producers' state, a batch may be stored twice: %s", partition.name, error)
     return producers
 
 

@@ -154,10 +154,10 @@ class Ownership:
             except Closed:
                 return
             except PxrsError as error:
-                _logger.warning("the ownership of partitions could not be updated, trying again soon: %s", error)
+                _logger.warning("the ownership of partitions could not be updated, retrying soon: %s", error)
                 self._wake.wait(LOOK_S)
             except Exception:
-                _logger.exception("the ownership of partitions could not be updated, trying again soon")
+                _logger.exception("the ownership of partitions could not be updated, retrying soon")
                 self._wake.wait(LOOK_S)
 
     def _pause_s(self) -> float:
@@ -337,7 +337,7 @@ class Ownership:
         _log.log(
             (partition.name, type(failure), f"{failure}"),
             logging.WARNING if isinstance(failure, PxrsError) else logging.ERROR,
-            "partition %s could not be opened, next try in %.3g s: %s",
+            "partition %s could not be opened, retrying in %.3g s: %s",
             partition.name,
             pause_s,
             f"{failure}" or repr(failure),
@@ -440,7 +440,7 @@ class Ownership:
         except PxrsError as error:
             self._is_cut_off = True
             _logger.warning(
-                "partition %s could not be released; others claim it when the lease expires: %s", partition.name, error
+                "partition %s could not be released; others claim it after the lease expires: %s", partition.name, error
             )
         except Exception:
             _logger.exception("partition %s could not be released", partition.name)

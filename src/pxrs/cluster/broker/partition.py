@@ -124,7 +124,7 @@ class OwnedPartition:
 
     def _stopped(self, writer: LedgerShell, why: str) -> None:
         if writer is self._writer and self._stuck is None and self._gone is None:
-            _logger.warning("ledger %s will be recovered, its writer stopped: %s", writer.record.id, why)
+            _logger.warning("ledger %s will be recovered, because its writer stopped: %s", writer.record.id, why)
             self._stuck = PartitionUnavailable(self.name, f"its ledger is being recovered, its writer stopped: {why}")
             self._drop_pending()
             self._changed.notify_all()
@@ -137,7 +137,7 @@ class OwnedPartition:
         with self.lock:
             if end >= self._end or self._abandoned(closed):
                 return
-            why = f"it was recovered up to {end}, and {self._end} was confirmed before"
+            why = f"it was recovered up to offset {end}, but offsets up to {self._end} had been confirmed"
         _log.log(self.name, logging.ERROR, "%s is not served: %s", self.name, why)
         raise PartitionUnavailable(self.name, why)
 
@@ -190,8 +190,8 @@ class OwnedPartition:
         abandoned = self._abandoned(closed)
         assert abandoned is not None
         _logger.error(
-            "%s: the confirmed messages with the offsets %d to %d are lost, because an operator has abandoned storage "
-            "nodes of ledger %s (%s); the next messages get these offsets",
+            "%s: the confirmed messages with the offsets %d to %d are lost, because an operator abandoned storage "
+            "nodes of ledger %s (%s); the next messages reuse these offsets",
             self.name,
             base,
             self._end - 1,
@@ -292,7 +292,7 @@ class OwnedPartition:
         if self._broker.membership.lease is None or self._broker.membership.incarnation != self.incarnation:
             raise PartitionMoved(f"{self.name}: the lease of this broker has ended")
         if self._generation == 0:
-            why = "" if self.reason is None else f", and could not be yet: {self.reason.with_advice}"
+            why = "" if self.reason is None else f", so far without success: {self.reason.with_advice}"
             raise PartitionMoved(f"{self.name}: the partition is being opened{why}")
 
     @property
@@ -449,7 +449,7 @@ class OwnedPartition:
                 self._writer.append(entry)
             except Exception:  # some nodes may have the entry: only a recovery can find out
                 _logger.exception("%s: an entry could not be sent", self.name)
-                self.get_stuck("an entry could not be sent to the storage nodes")
+                self.get_stuck("an entry could not be sent to its storage nodes")
         return Ticket(placed, needed, self._generation, time.monotonic())
 
     def _origins_since(self, since: int, recalled: dict[int, Recalled]) -> Origins | None:
@@ -482,9 +482,8 @@ class OwnedPartition:
             why = self.why_not
         if why is None and time.monotonic() >= overdue:  # and not only the caller's limit is over
             self.get_stuck("too few storage nodes acknowledged an append in time", ticket.generation)
-        unknown = AppendUnknown(
-            f"{self.name}: {why or 'too few storage nodes acknowledged the entry in time'}; the batch may be stored"
-        )
+        why = why or "too few storage nodes acknowledged the entry in time"
+        unknown = AppendUnknown(f"{self.name}: {why}; the batch may have been stored")
         return [MaybeStored(unknown)] * len(ticket.placed)
 
     def _confirmed(self, writer: LedgerShell, count: int) -> None:
@@ -528,7 +527,7 @@ class OwnedPartition:
             assert closed.end is not None
             writer, claim = self.begin_next(closed.end, claim)
         except Exception as error:  # noqa: BLE001 - opening the partition again reports the problem
-            self.get_stuck(f"the next ledger could not be begun: {error}", generation)
+            self.get_stuck(f"the next ledger could not be started: {error}", generation)
             return
         with self.lock:
             if generation != self._generation or self.why_not is not None:

@@ -33,4 +33,4 @@ def _tell(future: Future[T]) -> None:
     except CancelledError:  # the pool was shut down before the function began
         return
     if error is not None:
-        _logger.error("work of the broker failed unexpectedly", exc_info=error)
+        _logger.error("a background task of the broker failed unexpectedly", exc_info=error)

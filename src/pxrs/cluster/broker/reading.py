@@ -148,7 +148,7 @@ class LedgerReader:
 def _unreadable(record: LedgerRecord, entry: int, errors: list[str]) -> ReadFailed:
     why = "; ".join(errors) or "every node answers that it does not have the entry"
     return ReadFailed(
-        f"entry {entry} of ledger {record.id} could be read from none of its storage nodes: {why}. `pxrs cluster "
+        f"entry {entry} of ledger {record.id} could not be read from any of its storage nodes: {why}. `pxrs cluster "
         "status` shows which nodes are away"
     )
 

@@ -59,8 +59,8 @@ its time to answer then."""
 _WHY: Final = {
     FENCED: "a later recovery of it has begun",
     CHANGED: "another process has changed its record",
-    DAMAGED: "an entry of it was confirmed, and none of its storage nodes has it: look for their former disks, or "
-    "abandon the nodes that had it (`pxrs cluster abandon`)",
+    DAMAGED: "none of its storage nodes has an entry that was confirmed: look for their former disks, or abandon the "
+    "nodes that had it (`pxrs cluster abandon`)",
 }
 _ANSWERS: Final = {
     None: "does not answer",
@@ -135,7 +135,7 @@ class Recoverer:
                     raise PartitionUnavailable(f"ledger {self._ledger}", self._waits_for()) from None
                 if self._decided != abandonment_of(self._broker.registry, self._core.record):
                     raise PartitionUnavailable(
-                        f"ledger {self._ledger}", "an operator has abandoned nodes; the recovery begins again"
+                        f"ledger {self._ledger}", "an operator has abandoned nodes; the recovery restarts"
                     ) from None
                 self._offer()
                 step = self._core.retry
@@ -174,7 +174,7 @@ class Recoverer:
         if entry is None:
             return f"too few of its storage nodes can be fenced: {', '.join(sorted(answers))} do not answer"
         told = ", ".join(f"{node} {_ANSWERS[answer]}" for node, answer in sorted(answers.items()))
-        return f"it is not certain whether entry {entry} was acknowledged: {told or 'too few spares take its copies'}"
+        return f"it is not certain whether entry {entry} was acknowledged: {told or 'too few spares accept copies'}"
 
     def _offer(self) -> None:
         """Offer every node that takes entries. The core leaves out those of the entry's own fragment; nodes that the
@@ -200,7 +200,7 @@ class Recoverer:
             self._broker.registry.commit(delete=[abandoned_key(record.name)])
         except PxrsError as error:
             _logger.info(
-                "the used decision about ledger %s stays in the registry, where it does no harm: %s", record.id, error
+                "the decision about ledger %s was applied, but not removed from the registry: %s", record.id, error
             )
 
     def _do(self, actions: Iterable[RecoveryAction]) -> None:
@@ -341,8 +341,8 @@ class Recoverer:
             record = None if found is None else LedgerRecord.parse(found.key, found.value)
             self._tell(self._core.conflicted, record, 0 if found is None else found.version)
         except (OutcomeUnknown, RegistryUnavailable) as error:
-            _logger.warning("the record of ledger %s may not be written, trying again: %s", self._ledger, error)
-            self._problem = f"its record may not be written: {error}"
+            _logger.warning("the record of ledger %s may not have been written, retrying: %s", self._ledger, error)
+            self._problem = f"its record may not have been written: {error}"
             time.sleep(RETRY_S)
             self._tell(self._core.unknown)
         else:

@@ -150,9 +150,9 @@ class Repairs:
             except Closed:
                 return
             except PxrsError as error:
-                _logger.warning("the copies of ledgers could not be checked, trying again soon: %s", error)
+                _logger.warning("the copies of ledgers could not be checked, retrying soon: %s", error)
             except Exception:
-                _logger.exception("the copies of ledgers could not be checked, trying again soon")
+                _logger.exception("the copies of ledgers could not be checked, retrying soon")
 
     def _look(self) -> None:
         partitions = self._ownership.partitions()
@@ -207,7 +207,7 @@ class Repairs:
             try:
                 yield LedgerRecord.parse(entry.key, entry.value)
             except RegistryCorrupt as error:
-                _log.log(entry.key, logging.ERROR, "a ledger gets no copies any more: %s", error)
+                _log.log(entry.key, logging.ERROR, "a ledger cannot be repaired: %s", error)
 
     def _live(self) -> frozenset[str]:
         seen = self._broker.view.seen
@@ -276,10 +276,10 @@ class Repairs:
             self._tell(owner, record, repairer, ended, time.monotonic() - began)
         except PxrsError as error:
             self._count_failure()
-            _logger.warning("ledger %s could not be repaired, trying again later: %s", ledger, error)
+            _logger.warning("ledger %s could not be repaired, retrying later: %s", ledger, error)
         except Exception:
             self._count_failure()
-            _logger.exception("ledger %s could not be repaired, trying again later", ledger)
+            _logger.exception("ledger %s could not be repaired, retrying later", ledger)
         finally:
             with self._lock:
                 self._jobs.pop(ledger, None)
@@ -305,7 +305,7 @@ class Repairs:
         if isinstance(ended, Ended):
             self._count_failure()
             _logger.warning(
-                "ledger %s lacks copies, and its repair failed after %d copied entries: %s%s; it will be repeated",
+                "ledger %s lacks copies, and its repair failed after %d copied entries: %s%s; it will be retried",
                 before.id,
                 entries,
                 ended.why,

@@ -142,7 +142,7 @@ class StagedLedgers:
     def _tell_damaged(self, key: str, error: RegistryCorrupt) -> None:
         if key not in self._damaged and len(self._damaged) < DAMAGED_MAX:
             self._damaged.add(key)
-            _logger.error("staged rows get no more copies, because their record is damaged: %s", error)
+            _logger.error("a file of staged rows cannot be repaired, because its record is damaged: %s", error)
 
 
 class StagedOwner:

@@ -107,7 +107,7 @@ class LedgerFile(NewFile):
         try:
             self._broker.registry.commit(delete=[self.name.key, record.key])
         except PxrsError as error:  # not raised: the caller is handling another error
-            _logger.warning("the staged file %s could not be removed; a sweep removes it: %s", self.name.file, error)
+            _logger.warning("the staged file %s could not be removed; a later sweep does: %s", self.name.file, error)
 
     # Under the lock.
 

@@ -108,7 +108,7 @@ class ClusterStaging(StagingStore):
             except AppendUnknown as error:
                 if time.monotonic() > until:
                     raise
-                _logger.info("batch %d of query %s is appended again to %s: %s", batch, query, topic.name, error)
+                _logger.info("retrying the append of batch %d of query %s to %s: %s", batch, query, topic.name, error)
                 time.sleep(PAUSE_S)
 
     def make_durable(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
@@ -162,7 +162,7 @@ class ClusterStaging(StagingStore):
                 self._registry.commit({key: ABSENT}, {key: KeptTopic(time.time()).dump()})
         except PxrsError as error:
             _logger.warning(
-                "files that are staged for topic %s may not be removed when the topic is deleted: %s", topic, error
+                "files staged for topic %s may be left behind when the topic is deleted: %s", topic, error
             )
 
     def topics(self) -> list[str]:

@@ -127,10 +127,10 @@ class View:
             except Closed:
                 return
             except PxrsError as error:
-                _logger.warning("the registry could not be read, trying again in %g s: %s", PAUSE_S, error)
+                _logger.warning("the registry could not be read, retrying in %g s: %s", PAUSE_S, error)
                 time.sleep(PAUSE_S)
             except Exception:
-                _logger.exception("the registry could not be read, trying again in %g s", PAUSE_S)
+                _logger.exception("the registry could not be read, retrying in %g s", PAUSE_S)
                 time.sleep(PAUSE_S)
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class LedgerShell:
             return
         self._doubted.add(node)
         _logger.warning(
-            "node %s may have lost entries of ledger %s: the ledger will be closed, and then repaired",
+            "node %s may have lost entries of ledger %s: the ledger will be closed and repaired",
             node,
             self.record.id,
         )
@@ -269,7 +269,7 @@ class LedgerShell:
                 record = None if found is None else LedgerRecord.parse(found.key, found.value)
                 step = functools.partial(self._core.conflicted, record, 0 if found is None else found.version)
         except (OutcomeUnknown, RegistryUnavailable) as error:
-            _logger.warning("the record of ledger %s may not be written, trying again: %s", self.record.id, error)
+            _logger.warning("the record of ledger %s may not have been written, retrying: %s", self.record.id, error)
             time.sleep(RETRY_S)
             step = self._core.unknown
         except Exception as error:

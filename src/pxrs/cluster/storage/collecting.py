@@ -106,7 +106,7 @@ class Collector:
         next_round = time.monotonic() + self._limits.collect_s
         while not self._is_closing.wait(max(0.0, min(next_look, next_round) - time.monotonic())):
             if time.monotonic() >= next_look:
-                self._guarded(self.settle, "it could not be checked which entries the node lacks")
+                self._guarded(self.settle, "the node could not check which entries it lacks")
                 next_look = time.monotonic() + self._look_s
             if time.monotonic() >= next_round:
                 self._guarded(self.collect, "garbage could not be collected")
@@ -120,7 +120,7 @@ class Collector:
         except (PxrsError, OSError) as error:
             if self._problems.get(failed) != str(error):
                 self._problems[failed] = str(error)
-                _logger.warning("%s, the next round tries again: %s", failed, error)
+                _logger.warning("%s, retrying in the next round: %s", failed, error)
 
     def settle(self) -> None:
         """Look whether doubts have ended, and which closed ledgers lack entries of this node. Raises RegistryError,
@@ -168,7 +168,7 @@ class Collector:
             if problem is not None:
                 raise problem
             if not node.journal.lost:
-                _logger.info("the node lacks nothing any more that the damaged parts of its journal had")
+                _logger.info("the node again has everything that the damaged parts of its journal held")
 
     def _each(self, ledger: str, act: Callable[[str, tuple[LedgerRecord, int] | None, int], None]) -> None:
         """Call `act` with a ledger, with what `_record_of` returns, and with the ledger's mark from before. The other
@@ -191,7 +191,7 @@ class Collector:
                 return
             self._compare(*found, is_news=True)
         self._node.end_doubt(ledger)
-        _logger.info("ledger %s is not in doubt any more: it is closed or removed", ledger)
+        _logger.info("ledger %s is no longer in doubt: it is closed or removed", ledger)
 
     def _compare_damaged(
         self, entries: set[int], ledger: str, found: tuple[LedgerRecord, int] | None, mark: int
@@ -273,7 +273,7 @@ class Collector:
             self._registry.commit(expect={record.key: version}, put={record.key: value})
             self._node.cleared += 1
         if lacks and (record.is_complete or is_news):
-            _logger.warning("the node lacks entries of ledger %s, which get new copies", record.id)
+            _logger.warning("the node lacks entries of ledger %s; brokers will copy them to it again", record.id)
         return lacks
 
     def _clean_damaged(self, base: int) -> None:
@@ -283,7 +283,7 @@ class Collector:
                 return
             live = self._node.journal.segment_end(base) - base - self._node.index.dead[base]
         if live > self._node.load.free_bytes // 2:
-            why = f"the disk has too little room to copy {live:,} bytes of a damaged segment, which is kept until then"
+            why = f"a damaged segment is kept until the disk has space to copy {live:,} bytes out of it"
             raise NodeFull(self._node.id, why)
         self._kept.discard(base)
         self._copy(base)

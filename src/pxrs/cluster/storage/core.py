@@ -459,7 +459,7 @@ def decide_start(
     elif not _is_own_start(cookie, registered):
         why = f"start {registered.starts} was made on another copy of the disk: this disk is an older copy"
     elif journal_end < registered.journal_end:
-        why = f"the journal ends at {journal_end:,} and had {registered.journal_end:,} bytes: it is an older copy"
+        why = f"the journal ends at {journal_end:,} but had {registered.journal_end:,} bytes: it is an older copy"
     if why or cookie is None or registered is None:
         return Start(new_node, 1, True, why)
     return Start(cookie.node, registered.starts + 1, False, "")

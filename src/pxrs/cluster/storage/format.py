@@ -150,7 +150,7 @@ def decode(data: memoryview, at: int, base: int, seed: int, path: str) -> Record
         raise DamagedFrame(path, at, "the segment ends within a record's header")
     (magic, version, kind, length, body_bytes, follows, own, *numbers, checksum) = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise DamagedFrame(path, at, "no record begins here")
+        raise DamagedFrame(path, at, "no record starts here")
     ledger = bytes(data[FIXED_BYTES : FIXED_BYTES + length])
     (expected,) = _CHECKSUM.unpack_from(data, _HEADER.size)
     if len(ledger) < length or xxhash.xxh3_64_intdigest(bytes(data[: _HEADER.size]) + ledger, seed) != expected:
@@ -158,7 +158,7 @@ def decode(data: memoryview, at: int, base: int, seed: int, path: str) -> Record
     if version != FORMAT or kind not in _KINDS:
         raise DamagedFrame(path, at, f"a record of format {version}, kind {kind}, which this version cannot read")
     if own != base + at:
-        raise DamagedFrame(path, at, f"the record is that of position {own:,} of the journal, not {base + at:,}")
+        raise DamagedFrame(path, at, f"the record belongs at position {own:,} of the journal, not at {base + at:,}")
     entry, lac, recovery, offset, rows, last_timestamp, stored_at = numbers
     return Record(
         _KINDS[kind],

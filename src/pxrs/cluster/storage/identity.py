@@ -121,7 +121,7 @@ class Directory:
         except BlockingIOError:
             self.close()
             raise InvalidArgument(
-                f"{self.path} is used by another storage node that is running: give another --dir, or stop that node"
+                f"{self.path} is in use by another storage node: give another --dir, or stop that node"
             ) from None
 
     @property
@@ -215,7 +215,7 @@ def start(
             except Conflict as error:
                 if not left or not _is_own(directory, registry, wait):
                     raise
-                _logger.warning("another process has changed the record of this node; deciding anew: %s", error)
+                _logger.warning("another process has changed the record of this node, retrying: %s", error)
         raise AssertionError("the last try returns or raises")
     except BaseException:
         directory.close()
@@ -238,12 +238,12 @@ def _wait_for_other(
                 return
             if left_s <= 0:
                 raise ClusterError(
-                    f"storage node {node} runs at {other} already, and {directory.path} is a copy of its directory: "
+                    f"storage node {node} already runs at {other}, and {directory.path} is a copy of its directory: "
                     "stop that node first, or start another one on an empty directory"
                 )
             if other != told:
                 told = other
-                _logger.warning("storage node %s is alive at %s; waiting for the end of its lease", node, other)
+                _logger.warning("storage node %s is alive at %s; waiting until its lease expires", node, other)
             watch.wait(min(left_s, _LOOK_S))
 
 
@@ -341,13 +341,13 @@ def _begin_doubt(registry: Registry, node: StorageNode, wait: StartWait) -> None
         try:
             number = OwnerRecord.parse(found.key, found.value).next - 1
         except RegistryCorrupt as error:
-            _logger.error("it is not known which ledgers a partition had: %s", error)
+            _logger.error("the ledgers of a partition are unknown, because its record is damaged: %s", error)
             continue
         partition = topic_id, int(partition_number)
         highest[partition] = max(number, highest.get(partition, -1))
     _logger.warning(
-        "it is not certain that the disk has everything that the node has acknowledged: the node does not know which "
-        "entries it lacks of %d ledgers that are not closed, and takes entries of later ledgers only",
+        "the disk may lack entries that the node has acknowledged: the node is in doubt about %d ledgers that are not "
+        "closed, and accepts entries of later ledgers only",
         len(unclosed),
     )
     names = [LedgerName(*partition, number).id for partition, number in highest.items() if number >= 0]
@@ -378,7 +378,7 @@ def _start_read_only(
     if entry is None or not directory.has_segments() or _decide(cookie, entry, cluster, _UNKNOWN_END).is_new:
         raise full
     registered = NodeRecord.parse(entry.key, entry.value)
-    why = f"the disk is full, and the node serves what it has: {disk.explain(full, directory.path)}"
+    why = f"the disk is full, so the node only serves the entries that it has: {disk.explain(full, directory.path)}"
     assert cookie is not None
     proof = proven_end(registered, None if marks is None else MarkFile(marks, cookie.node).read())
     node = StorageNode(cookie.node, directory.journal, settings, why, proof, is_stop=_has_stopped(registered))

@@ -161,7 +161,7 @@ class Journal:
             try:
                 self._active.cut(self.end - self.bases[-1])
             except OSError as error:
-                _logger.warning("a failed write could not be cut off, so the next start is in doubt: %s", error)
+                _logger.warning("a failed write could not be truncated, so the next start will be in doubt: %s", error)
         self._active.close()
         self._files.clear()
 
@@ -179,7 +179,7 @@ class Journal:
                 self._fail(batch, error)
             except Exception as error:  # a defect: the thread must survive it, because it answers all requests
                 _logger.exception("a batch of the journal failed unexpectedly")
-                self._fail(batch, OSError(errno.EIO, f"unexpected: {error!r}"))
+                self._fail(batch, OSError(errno.EIO, f"unexpected error: {error!r}"))
             else:
                 _tell(batch, None)
 
@@ -213,7 +213,7 @@ class Journal:
         if (self._is_read_only or not self.is_broken) and all(write.record is None for write in batch):
             return self.end
         if self._is_read_only:
-            raise OSError(errno.ENOSPC, "the disk was full when the node started, and nothing is written")
+            raise OSError(errno.ENOSPC, "the disk was full when the node started, so the node is read-only")
         if self.is_broken or self.end - self.bases[-1] >= self._segment_bytes:
             self._begin_segment()
         position, count = self.end, 0
@@ -241,7 +241,7 @@ class Journal:
             self._active.write(pieces, self.end - self.bases[-1])
             self._active.sync()
             if self._active.is_removed:  # a restart would not find what was written
-                raise FileNotFoundError(errno.ENOENT, "the segment file was removed while the node runs")
+                raise FileNotFoundError(errno.ENOENT, "the segment file was removed while the node was running")
         return position
 
     def _begin_segment(self) -> None:
@@ -257,7 +257,7 @@ class Journal:
         disk.sync_folder(self.folder)
         if segment.size:
             segment.close()
-            raise OSError(f"{path} is not empty, but the journal ends where it begins")
+            raise OSError(f"{path} is not empty, but the journal ends at its beginning")
         with self.lock:
             if self.end != self.bases[-1]:
                 self._keep_open(self.bases[-1], self._active)
@@ -278,7 +278,7 @@ class Journal:
             try:
                 os.truncate(segment_path(self.folder, before), base - before)
             except OSError as error:
-                _logger.warning("a failed write could not be cut off the segment at %d: %s", before, error)
+                _logger.warning("a failed write could not be truncated from the segment at %d: %s", before, error)
 
     def _fail(self, batch: list[Write], error: OSError) -> None:
         STORAGE_FAILURES.of().add()
@@ -308,7 +308,7 @@ class Journal:
         record = decode(data[:HEADER_BYTES_MAX], at, segment.base, self._seed, segment.path)
         body = data[length:]
         if record.ledger != ledger or record.body_bytes != size:
-            raise DamagedFrame(segment.path, at, f"the record is of {record.ledger}, and {ledger} is expected")
+            raise DamagedFrame(segment.path, at, f"the record belongs to {record.ledger}, expected {ledger}")
         if len(body) < size or xxhash.xxh3_64_intdigest(body) != record.checksum:
             raise DamagedFrame(segment.path, at, "the checksum of the record's body does not match")
         return record, body

@@ -106,7 +106,7 @@ class MarkFile:
         try:
             if os.pwrite(self._descriptor, content + _CHECKSUM.pack(_digest(content)), 0) == _SIZE:
                 return
-            why = "it was written in part"
+            why = "it was written only in part"
         except OSError as error:
             why = str(error)
         _logger.warning("the mark %s cannot be written; the next start will be in doubt: %s", self.path, why)

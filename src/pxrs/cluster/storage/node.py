@@ -189,8 +189,8 @@ class StorageNode:
             return None
         size = sum(each.end - each.begin for each in rotten)
         return (
-            f"the disk has damaged {size:,} bytes of the journal in {len(rotten)} places; the node accepts entries "
-            "again when other nodes have given it the entries that it lacks. Check the disk"
+            f"{size:,} bytes of the journal are damaged on the disk, in {len(rotten)} places; the node accepts entries "
+            "again when it has got the missing ones from other nodes. Check the disk"
         )
 
     @property

@@ -249,7 +249,7 @@ def walk(descriptor: int, path: str, base: int, begin: int, end: int, seed: int)
                     raise error from unread
                 raise
             if at + record.size > end or record.body_bytes > BODY_BYTES_MAX:
-                raise DamagedFrame(path, at, "the record is longer than what is left of the segment")
+                raise DamagedFrame(path, at, "the record is longer than the rest of the segment")
             yield record
             at += record.size
             piece_bytes = PIECE_BYTES if record.size < PIECE_BYTES else HEADER_BYTES_MAX
@@ -433,7 +433,7 @@ class _LastSegment:
         damaged = self.damaged(proof)
         end = damaged[0].begin if damaged else self._end
         if damaged:
-            _logger.warning("the last write to the journal was cut off and is removed: %s", damaged[0].error)
+            _logger.warning("the last write to the journal was incomplete and is removed: %s", damaged[0].error)
         return [each for each in self._batch if isinstance(each, Record) and each.position < end]
 
     def as_it_is(self, proof: int | None) -> tuple[OpenSegment, int]:
@@ -445,7 +445,7 @@ class _LastSegment:
         for record in tail:
             try:
                 if record not in again:
-                    raise DamagedFrame(self._path, record.position - self.base, "the record is not there")
+                    raise DamagedFrame(self._path, record.position - self.base, "the record is missing")
                 if record.position not in self._unreadable:
                     read_body(self._file.descriptor, self._path, self.base, record)
             except DamagedFrame as error:

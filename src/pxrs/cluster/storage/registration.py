@@ -98,7 +98,7 @@ class Registration:
                     self._record()
                 if self._problem is not None:
                     self._problem = None
-                    _logger.info("the registry answers again")
+                    _logger.info("the registry is reachable again")
             except ClusterError as error:
                 _logger.error("%s", error)
                 self._on_replaced(error)
@@ -115,7 +115,7 @@ class Registration:
         load = self._node.load
         if self._lease is None or not self._lease.alive:
             if self._lease is not None:
-                _logger.warning("the node has lost its lease and takes a new one")
+                _logger.warning("the node has lost its lease and acquires a new one")
                 self._lease.close()
             self._lease, self._shown = None, None
             self._check_standing()
@@ -155,7 +155,7 @@ class Registration:
             end = self._node.journal.end
         if record.journal_end > end:  # this process alone has recorded it
             raise self._replaced(
-                f"its journal ends at {end:,} and had {record.journal_end:,} bytes, so the machine was put back to an "
+                f"its journal ends at {end:,} but had {record.journal_end:,} bytes, so the machine was restored to an "
                 "earlier state"
             )
         if (record.state == RETIRED) != self._is_retired:
@@ -191,9 +191,9 @@ def older_registry(record: NodeRecord, starts: int, recorded_end: int) -> str | 
     if record.starts >= starts and record.journal_end >= recorded_end:
         return None
     return (
-        f"the registry has gone back: it knows start {record.starts} of this node and the journal up to "
-        f"{record.journal_end:,}, and had recorded start {starts} and {recorded_end:,}. It was restored from an older "
-        "copy: put the newer one in its place. The node removes no ledger as long as it runs"
+        f"the registry is an older copy: it has start {record.starts} of this node and the journal up to "
+        f"{record.journal_end:,}, but had recorded start {starts} and {recorded_end:,}. Replace it by the newer copy. "
+        "The node removes no ledger until it is restarted"
     )
 
 

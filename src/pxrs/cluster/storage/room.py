@@ -56,7 +56,7 @@ class Room:
         reserved: without it, no removal could be recorded, and a disk full of garbage would stay full."""
         self._left -= size
         if self._left < 0 and self.problem is None:
-            self._set(f"the disk is full: entries have taken all but {self._free_bytes_min:,} bytes of its room")
+            self._set(f"the disk is full: entries have taken all but {self._free_bytes_min:,} bytes of its space")
 
     def failed(self, error: OSError) -> None:
         """The journal could not be written."""

@@ -177,7 +177,7 @@ class StorageServer:
             except (OSError, RegistryError) as error:
                 _logger.warning("the node stays read-only: %s", error)
                 continue
-            _logger.warning("the disk has room again, at least %s bytes: the node starts anew", f"{least:,}")
+            _logger.warning("the disk has space again, at least %s bytes: restarting the node", f"{least:,}")
             # If that is not enough either, wait for more, and do not end the calls of the node every second.
             least, pause_s = min(2 * least, _ROOM_BYTES[1]), min(2 * pause_s, _ROOM_S_MAX)
             try:
@@ -225,7 +225,7 @@ class StorageServer:
             else:
                 port = self._grpc.add_secure_port(listen, credentials)
         except RuntimeError as error:
-            advice = "" if credentials is None else "; are the files of the certificate and its key valid PEM?"
+            advice = "" if credentials is None else "; are the certificate file and the key file valid PEM?"
             raise CannotListen(f"cannot listen on {listen}: {error}{advice}") from error
         if not port:
             raise CannotListen(f"cannot listen on {listen}: is the port in use?")
@@ -246,7 +246,7 @@ class StorageServer:
             try:
                 await self._service.refresh()
             except Exception:
-                _logger.exception("the tokens file could not be checked; the next try is in %g s", REFRESH_S)
+                _logger.exception("the tokens file could not be checked; retrying in %g s", REFRESH_S)
 
     async def stop(self) -> None:
         """Stop the node, also after a start that failed."""

@@ -116,7 +116,7 @@ class Scrubber:
                 size = 0
                 if str(error) != problem:
                     problem = str(error)
-                    _logger.warning("the segments could not be checked, trying again: %s", error)
+                    _logger.warning("the segments could not be checked, retrying: %s", error)
             busy_s = time.monotonic() - began
             STORAGE_SCRUBBED.of().add(size)
             idle_s = min(IDLE_S, max(self._round_s, IDLE_S_MIN))
@@ -213,7 +213,7 @@ class Scrubber:
 
     def _lose(self, error: DamagedFrame, begin: int, end: int) -> None:
         """The headers of a range are damaged."""
-        _logger.error("the disk has damaged %d bytes of the journal: %s", end - begin, error)
+        _logger.error("%d bytes of the journal are damaged on the disk: %s", end - begin, error)
         for ledger, entry in self._node.entries_within(begin, end):
             self._node.verify(ledger, entry)
         self._node.move_out(begin, end)
@@ -227,7 +227,7 @@ class Scrubber:
             disk.replace_file(str(self._path), json.dumps(asdict(self.place)).encode())
         except OSError as error:
             # Nothing is lost: the next process checks some segments again.
-            _logger.warning("how far the segments were checked cannot be written: %s", disk.explain(error, self._path))
+            _logger.warning("the progress of the segment check was not written: %s", disk.explain(error, self._path))
 
 
 def _drop_cache(descriptor: int, at: int, size: int) -> None:

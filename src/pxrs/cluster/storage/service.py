@@ -76,7 +76,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._collect, self._collecting = collect, threading.Lock()
         self.pool = ThreadPoolExecutor(limits.threads, "pxrs-storage-call")
         self._adding = Budget(limits.add_bytes_max, "adds that are not synced yet")
-        self._reading = Budget(limits.read_held_bytes_max, "entries that brokers have not taken yet")
+        self._reading = Budget(limits.read_held_bytes_max, "entries that brokers have not read yet")
         self.streams: dict[AddStream, Caller] = {}
         self.open = 0
         """The number of open calls."""
@@ -149,7 +149,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
                     async with asyncio.timeout(self._limits.read_stalled_s):
                         await context.write(each)
             except TimeoutError:
-                raise Stalled(f"the broker received no entries for {self._limits.read_stalled_s:g} s") from None
+                raise Stalled(f"the broker read no entries for {self._limits.read_stalled_s:g} s") from None
             finally:
                 self._reading.give_back(taken)
             if not piece:
@@ -205,7 +205,7 @@ class StorageService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _collect_now(self, given: Given) -> Result:
         if not self._collecting.acquire(blocking=False):  # calls that wait would take the threads of reads and fences
-            raise ServerBusy("another call has this node look for garbage already: try again later")
+            raise ServerBusy("this node is already collecting garbage for another call: try again later")
         try:
             return self._collect()
         finally:
@@ -293,7 +293,7 @@ def _ledger(given: Given) -> str:
 def _recovery(given: Given) -> int:
     recovery = given.whole("recovery")
     if not 1 <= recovery <= NUMBER_MAX:
-        raise InvalidArgument(f"{given.call}: recovery is no number from 1 to {NUMBER_MAX:,}")
+        raise InvalidArgument(f"{given.call}: recovery must be a number from 1 to {NUMBER_MAX:,}")
     return recovery
 
 

@@ -44,8 +44,8 @@ class AppendLock:
             except BlockingIOError:
                 if (now := time.monotonic()) >= until:
                     raise LogBusy(
-                        f"{self._place}: another process has held the append lock for {now - began:.3g} s; "
-                        f"is it stopped? See who has {self.path} open"
+                        f"{self._place}: another process has held the append lock for {now - began:.3g} s; it may be "
+                        f"suspended: see which process has {self.path} open"
                     ) from None
                 time.sleep(min(pause, until - now))
                 pause = min(2 * pause, PAUSE_S_MAX)
@@ -61,10 +61,10 @@ class AppendLock:
         try:
             there = os.stat(self.path)
         except FileNotFoundError:
-            what = "somebody has removed the lock; open the log again, in every process"
+            what = "the lock file was removed; open the log again in every process"
             raise DamagedFrame(self.path, 0, what) from None
         if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
-            raise DamagedFrame(self.path, 0, "it was removed and made again while the log was open")
+            raise DamagedFrame(self.path, 0, "it was removed and created again while the log was open")
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

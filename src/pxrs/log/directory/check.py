@@ -104,8 +104,8 @@ def check(path: Path) -> Iterator[Checked]:
     DirectoryLog(path).close()  # raises an error if the path cannot hold a log
     topics = path / "topics"
     if not topics.is_dir():
-        what = "it has no folder topics" if path.is_dir() else "there is no such directory"
-        raise InvalidUrl(f"{path} is no log: {what}; give the directory that was given to pxrs.open")
+        what = "it has no folder `topics`" if path.is_dir() else "the directory does not exist"
+        raise InvalidUrl(f"{path} is not a hub's directory: {what}; give the directory that is passed to pxrs.open")
     return _check_topics(topics)
 
 
@@ -120,7 +120,7 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
     if not link.is_dir():
         # A deletion removes the link before the folder, and a creation makes the link last.
         if link.is_symlink() and not link.is_dir():
-            yield _of_topic(name, link, "the folder that it leads to is missing, and with it all messages")
+            yield _of_topic(name, link, "the folder that it points to is missing, with all messages")
         return
     folder = link.resolve()  # resolved once: a topic that is created meanwhile under the same name has another folder
     topic, what = _read_topic(link)
@@ -129,7 +129,7 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
         return  # it was deleted meanwhile
     numbers = there if topic is None else set(range(topic.partitions))
     if what is None and (more := len(there - numbers)):
-        what = f"the topic has {counted(len(numbers), 'partition')}, and there are folders of {more} more"
+        what = f"the topic has {counted(len(numbers), 'partition')}, but there are folders for {more} more"
     if what is not None:
         yield _of_topic(name, folder / "topic.json", what)
     for number in sorted(numbers | there):
@@ -151,7 +151,7 @@ def _check_nameless(topics: Path) -> Iterator[Checked]:
             continue
         # Look again: the topic may have been created or deleted a moment ago.
         if folder.name not in _linked(topics) and folder.exists():
-            yield _of_topic("", folder, "no topic leads to it, and it holds messages")
+            yield _of_topic("", folder, "it holds messages, but no topic refers to it")
 
 
 def _linked(topics: Path) -> set[str]:
@@ -212,7 +212,7 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
     yield from _check_start(place, bases, published)
     if published is None:
         if _is_damaged(place):
-            what = "a part of it is damaged; whoever opens the partition finds the end again in the last segment"
+            what = "it is damaged in part; the next process that opens the partition finds the end in the last segment"
             yield place.only(f"{place.folder}/{PUBLISHED}", what)
         yield from _check_unpublished(place, last, bases)
         return
@@ -224,7 +224,7 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         bounds = _Bounds(published.end, published.segment_bytes, False)
         yield _check_segment(place, published.segment, bounds)
     else:
-        what = f"the segment is missing, and messages up to offset {published.end:,} are published"
+        what = f"the segment is missing, but messages up to offset {published.end:,} were published"
         yield place.only(segment_path(place.folder, published.segment), what)
 
 
@@ -253,8 +253,8 @@ def _check_start(place: _Place, bases: list[int], published: Published | None) -
         if again is None or again.end >= start:
             return  # messages were appended and removed by retention between the two looks
         what = (
-            f"the log ends at offset {published.end}, and retention has removed everything before {start}, as in a "
-            f"copy that was made while the log was appended to; whoever appends goes on at {start}"
+            f"the log ends at offset {published.end}, but retention has removed everything before {start}, as in a "
+            f"copy that was made during appends; the next append gets offset {start}"
         )
         yield place.only(f"{place.folder}/{PUBLISHED}", what)
 
@@ -267,7 +267,7 @@ def _check_unpublished(place: _Place, last: Published, bases: list[int]) -> Iter
         end_min = last.end if place.is_synced or last.segment > bases[-1] else 0
         tail = _check_segment(place, bases[-1], _Bounds(None, None, False, end_min))
     elif last.end:
-        what = f"messages up to offset {last.end:,} were published, and no segment is there"
+        what = f"messages up to offset {last.end:,} were published, but there is no segment"
         tail = place.only(f"{place.folder}/{PUBLISHED}", what)
     if _is_opened(place):
         # A process has opened the partition meanwhile, and may have appended to the segment that was read.
@@ -345,7 +345,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
         if isinstance(result, DamagedFrame):
             what = result.what
         elif is_known and result.base_offset != offset:
-            what = f"offset {result.base_offset} where {offset} must be: messages are missing"
+            what = f"found offset {result.base_offset} where {offset} was expected: messages are missing"
         else:
             what = None
         if what is not None:
@@ -385,13 +385,13 @@ def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> st
     only missing bytes count, because the damage explains a wrong end."""
     if bounds.limit is not None and size < bounds.limit:
         return (
-            f"{bounds.limit - size:,} published bytes are missing at the end, as in a copy that was made while the log "
-            "was appended to; whoever opens the partition goes on behind what is whole"
+            f"{bounds.limit - size:,} published bytes are missing at the end, as in a copy that was made during "
+            "appends; the next process that opens the partition continues after the last whole frame"
         )
     if is_sound and bounds.end is not None and offset != bounds.end:
-        return f"it ends at offset {offset}, and {bounds.end} is where it must end"
+        return f"it ends at offset {offset}, but must end at {bounds.end}"
     if bounds.end is None and offset < bounds.end_min:
-        return f"it ends at offset {offset}, and messages up to {bounds.end_min} were published"
+        return f"it ends at offset {offset}, but messages up to {bounds.end_min} were published"
     return None
 
 
@@ -421,24 +421,24 @@ def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:
     except OSError as error:
         return [place.wrong(path, 0, _unreadable(error))]
     if stored is None:
-        return [place.wrong(path, 0, "the index is damaged; remove it, it is made again")]
+        return [place.wrong(path, 0, "the index is damaged; remove it, and it will be rebuilt")]
     if stored.place_id not in (None, place.id):
-        return [place.wrong(path, 0, "it was written for another topic or partition; remove it, it is made again")]
+        return [place.wrong(path, 0, "it was written for another topic or partition; remove it, and it will be rebuilt")]
     if stored.place_id is None:
         true.last_stored = stored.last_stored  # a field that the format before did not have
     if stored.dump(place.id) != true.dump(place.id):
-        return [place.wrong(path, 0, "the index does not fit its segment; remove it, it is made again")]
+        return [place.wrong(path, 0, "the index does not match its segment; remove it, and it will be rebuilt")]
     return []
 
 
 def _check_producers(place: _Place, segment: str, base: int) -> list[Finding]:
     """Check the producers' state at the beginning of a segment. If it is missing, older segments give it."""
     path = producers_path(segment)
-    what = "the producers' state is damaged; remove it, it is found again in the segments"
+    what = "the producers' state is damaged; remove it, and it will be rebuilt from the segments"
     try:
         is_sound = load_producers(path, place.id, base) is not None or not os.path.exists(path)
     except MisplacedFile as error:
-        return [place.wrong(path, 0, f"{error.what}; remove it, it is found again in the segments")]
+        return [place.wrong(path, 0, f"{error.what}; remove it, and it will be rebuilt from the segments")]
     except OSError as error:
         return [place.wrong(path, 0, _unreadable(error))]
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -123,10 +123,10 @@ def look_up(topics: Path, name: str, known: Descriptions | None = None) -> Topic
             what = f"it cannot be read: {error.strerror}"
             return DamagedTopic(name, target, DamagedFrame(path, 0, what))
         if topic.name != name or target not in (None, topic.id):
-            what = f"it describes topic {topic.name} with the id {topic.id}, and {name} leads to it in {target}"
+            what = f"it describes topic {topic.name} with the id {topic.id}, but {name} refers to it in {target}"
             return DamagedTopic(name, target, MisplacedFile(path, 0, what))
         return topic
-    raise LogBusy(f"the topic {name} is deleted and made again faster than it can be opened")
+    raise LogBusy(f"the topic {name} is deleted and created again faster than it can be opened")
 
 
 def _is_folder(path: str) -> bool:

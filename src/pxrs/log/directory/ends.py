@@ -100,8 +100,8 @@ class Ends:
         except OSError as error:
             self._may_watch = False
             _logger.warning(
-                "every look at the end of a topic reads all partitions, because the system does not tell of changes "
-                "(%s); see fs.inotify.max_user_watches and max_user_instances",
+                "every check of a topic's end reads all partitions, because the system cannot report changes (%s); see "
+                "fs.inotify.max_user_watches and max_user_instances",
                 error,
             )
         return self._is_watched[number]

@@ -53,7 +53,7 @@ class DirectoryLog(Log):
         disk.require_posix("a log in a directory")
         self._root = path.absolute()
         if self._root.exists() and not self._root.is_dir():
-            raise InvalidUrl(f"{path} is a file; a log is kept in a directory")
+            raise InvalidUrl(f"{path} is a file; give a directory")
         disk.refuse_network_file_system(self._root, "a log")
         self.url, self.folder, self.own_registry = str(self._root), self._root, self._root / "registry"
         self._place = OpenedDirectory(self._root)
@@ -85,7 +85,7 @@ class DirectoryLog(Log):
             try:
                 folder.mkdir()
             except FileExistsError:
-                raise TopicExists(f"there is a topic with the id {topic.id!r} already") from None
+                raise TopicExists(f"a topic with the id {topic.id!r} already exists") from None
             try:
                 self._prepare(topic, folder)
                 names.claim(topic.name, topic.id)
@@ -105,8 +105,8 @@ class DirectoryLog(Log):
     def _exists(self, name: str) -> TopicExists:
         found = self._look_up(name)
         if isinstance(found, DamagedTopic):
-            return TopicExists(f"there is a topic {name!r} already, and it is damaged: delete it first ({found.error})")
-        return TopicExists(f"there is a topic {name!r} already")
+            return TopicExists(f"topic {name!r} already exists, but is damaged: delete it first ({found.error})")
+        return TopicExists(f"topic {name!r} already exists")
 
     def _prepare(self, topic: Topic, folder: Path) -> None:
         for partition in range(topic.partitions):

@@ -204,7 +204,7 @@ class Partition:
             tail.segment.write(pieces, published.segment_bytes)
         except OSError as error:
             if not self._cut(published, tail):
-                raise self._unknown(error, "written, and what was written could not be cut off again") from error
+                raise self._unknown(error, "written, and the incomplete write could not be removed") from error
             raise self._failed(error) from error
         try:
             if self._is_synced:
@@ -252,8 +252,8 @@ class Partition:
         published = self._published.read()
         if published is not None and self._recovery.is_outdated(published):
             _logger.warning(
-                "%s: %s says that the log ends at offset %d, and there is more behind it, as after the restore of an "
-                "older copy; the end is found in the last segment",
+                "%s: %s says that the log ends at offset %d, but more messages follow, as after the restore of an "
+                "older copy; the end is taken from the last segment",
                 self.place,
                 self._published.path,
                 published.end,
@@ -272,7 +272,7 @@ class Partition:
         if published.is_suspect or is_rolling:
             (published, tail), is_opened = self._roll(published, tail), True
         if tail.segment.is_removed:
-            raise DamagedFrame(tail.segment.path, 0, "somebody has removed the segment")
+            raise DamagedFrame(tail.segment.path, 0, "the segment file was removed by another program")
         if tail.segment.size > published.segment_bytes:
             self._cut(published, tail)
         if is_opened and published.end < (first := self._recovery.first_offset()):
@@ -342,18 +342,18 @@ class Partition:
         try:
             tail.segment.cut(published.segment_bytes)
         except OSError as error:
-            _logger.warning("%s: a torn append could not be cut off: %s", self.place, disk.explain(error))
+            _logger.warning("%s: an incomplete append could not be removed: %s", self.place, disk.explain(error))
             return False
         return True
 
     def _failed(self, error: OSError) -> LogError:
-        advice = "make room, then try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "try again"
-        return AppendFailed(f"{self.place}: {disk.explain(error)}; nothing of it is in the log: {advice}")
+        advice = "free disk space, then try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "try again"
+        return AppendFailed(f"{self.place}: {disk.explain(error)}; nothing was stored: {advice}")
 
     def _unknown(self, error: OSError, when: str) -> AppendUnknown:
         return AppendUnknown(
-            f"{self.place}: {error.strerror} when it was {when}; whether it is kept is not certain until it is tried "
-            "again, which stores it once"
+            f"{self.place}: {error.strerror} when the batch was {when}; whether it is stored is unknown until the "
+            "append is tried again, which stores it once"
         )
 
     # Retention.
@@ -432,7 +432,7 @@ class Partition:
             try:  # includes `acquire`: an interrupt must not leave the lock taken, and releasing it twice does no harm
                 lock.acquire()
                 if not self._published.is_in_place():
-                    what = "somebody has removed it; open the log again, in every process"
+                    what = "the file was removed by another program; open the log again in every process"
                     raise DamagedFrame(self._published.path, 0, what)
                 lock.check_in_place()
                 self._take_settings()

@@ -72,7 +72,7 @@ class PublishedFile:
         except FileNotFoundError:
             return False
         if (status.st_dev, status.st_ino) != self._identity:
-            raise DamagedFrame(self.path, 0, "it was removed and made again while the log was open")
+            raise DamagedFrame(self.path, 0, "it was removed and created again while the log was open")
         return True
 
     def last(self) -> Published:
@@ -139,7 +139,7 @@ class PublishedFile:
                         self.path,
                         at,
                         "it was written for another topic or partition; put back the one that belongs here, or remove "
-                        "it: the end is then found in the last segment",
+                        "it: the end is then taken from the last segment",
                     )
                 slots.append((Published(counter, segment, segment_bytes, end, bool(suspect)), boot))
             elif slot.strip(b"\0"):

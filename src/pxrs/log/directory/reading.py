@@ -63,7 +63,7 @@ class Reader:
         bases = segment_bases(self.folder)
         # List the segments again if there were none: the first append may have come in between.
         if not bases and self._published().end and not (bases := segment_bases(self.folder)):
-            raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
+            raise DamagedFrame(self.folder, 0, "messages were published, but every segment is missing")
         known = self.known_start()
         return known if known is not None else (bases[0] if bases else 0)
 
@@ -117,7 +117,8 @@ class Reader:
             while offset < published.end and (size < max_bytes or not batches):
                 for batch, nbytes in self._read_segment(published, offset):
                     if batch.base_offset != offset:
-                        raise DamagedFrame(self.folder, 0, f"offset {batch.base_offset} where {offset} must be")
+                        raise DamagedFrame(self.folder, 0, f"found offset {batch.base_offset} where {offset} was "
+                                                           "expected")
                     batches.append(batch)
                     size += nbytes
                     offset = batch.next_offset
@@ -304,7 +305,7 @@ class Reader:
             at = bisect_right(self._bases, base)
             path = segment_path(self.folder, base)
             if at == len(self._bases):
-                raise DamagedFrame(path, 0, "the segment that must follow it is missing")
+                raise DamagedFrame(path, 0, "the next segment is missing")
             found = self._mapped[base] = Sealed(path, base, self._bases[at], self._place_id)
             if len(self._mapped) > MAPPED_MAX:
                 self._mapped.popitem(last=False)

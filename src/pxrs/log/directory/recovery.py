@@ -111,8 +111,8 @@ class Recovery:
 
     def tell_early_end(self, end: int, first: int) -> None:
         _logger.warning(
-            "%s: %s ends at offset %d, and retention has removed everything before %d: it looks like a copy that was "
-            "made while the log was appended to; the %d offsets between belong to no message",
+            "%s: %s ends at offset %d, but retention has removed everything before %d: it looks like a copy that was "
+            "made during appends; the %d offsets in between have no messages",
             self.place,
             self._published.path,
             end,
@@ -122,8 +122,8 @@ class Recovery:
 
     def _tell_short(self, path: str, whole_end: int, end: int) -> None:
         _logger.warning(
-            "%s: %s ends at offset %d, and messages up to %d were published: it looks like a copy that was made while "
-            "the log was appended to; the %d offsets between belong to no message",
+            "%s: %s ends at offset %d, but messages up to %d were published: it looks like a copy that was made during "
+            "appends; the %d offsets in between have no messages",
             self.place,
             path,
             whole_end,
@@ -195,12 +195,12 @@ class Recovery:
         was appended to when it was copied, so it has no index file: an index is written when a segment is sealed."""
         bases = segment_bases(self.folder)
         if not bases and (last.end or self._known_start()):
-            raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
+            raise DamagedFrame(self.folder, 0, "messages were published, but every segment is missing")
         if not bases:
             return 0
         if last.segment > bases[-1] and os.path.exists(index_path(segment_path(self.folder, bases[-1]))):
             path = segment_path(self.folder, last.segment)
-            raise DamagedFrame(path, 0, f"the segment is missing, and messages up to offset {last.end} were published")
+            raise DamagedFrame(path, 0, f"the segment is missing, but messages up to offset {last.end} were published")
         return bases[-1]
 
     def _recover_lossy(self, segment: OpenSegment, data: pa.Buffer, scanned: Scanned, until: int) -> Published:
@@ -214,7 +214,7 @@ class Recovery:
         end = found[-1][1].next_offset if found else base
         for damage in damaged:
             _logger.warning(
-                "%s: %s is damaged at byte %d: the messages from offset %d up to %d cannot be read (%s); those behind "
+                "%s: %s is damaged at byte %d: the messages from offset %d up to %d cannot be read (%s); those after "
                 "them are kept",
                 self.place,
                 path,
@@ -225,7 +225,7 @@ class Recovery:
             )
         if position < data.size:
             _logger.warning(
-                "%s: %s was not whole behind byte %d, offset %d, as after a power loss; the %d bytes there are cut off",
+                "%s: %s was incomplete after byte %d, offset %d, as after a power loss; the %d bytes there are removed",
                 self.place,
                 path,
                 position,
@@ -251,13 +251,13 @@ class Recovery:
             try:
                 producers = self.producers_before(base)
             except DamagedFrame as damage:
-                _logger.warning("%s: producers from before offset %d are forgotten: %s", self.place, base, damage)
+                _logger.warning("%s: the state of producers from before offset %d is discarded: %s", self.place, base, damage)
                 producers = Producers(forgotten=base - 1)
             producers.note_all((header for _, header in found), time.time())
             replace_file(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)
         gap = self.gap(end, until)
         if _size(path):  # not even the first frame is whole, and the new segment has the name of the old one
-            _logger.warning("%s: what is left of %s is kept in %s", self.place, path, keep(path, is_copied=True))
+            _logger.warning("%s: a copy of the damaged %s is kept in %s", self.place, path, keep(path, is_copied=True))
         replace_file(path, gap, is_durable=True)
         disk.sync_folder(self.folder)
         if found:
@@ -302,7 +302,7 @@ class Recovery:
         try:
             return load_producers(path, self._place_id, base)
         except MisplacedFile as error:
-            _logger.warning("%s; the state is found again in the segments", error)
+            _logger.warning("%s; the state is rebuilt from the segments", error)
             return None
 
 

@@ -102,8 +102,8 @@ def plan(path: Path, findings: Iterable[Finding]) -> list[Step]:
 
 
 _HOPELESS: Final = (
-    "cannot be repaired: what is needed is nowhere in the directory; put the file or folder back from a backup, or "
-    "delete the topic"
+    "cannot be repaired: the directory does not contain the missing data; put the file or folder back from a backup, "
+    "or delete the topic"
 )
 
 
@@ -155,14 +155,14 @@ class _PartitionRepair:
         if name == PUBLISHED:
             return self._published_file(finding, segments)
         if name == START:
-            again = "the first segment that is there is taken for the beginning"
+            again = "the first existing segment becomes the beginning"
             return Step(finding, f"keep a copy of it; {again}", 0, lambda: self._rewrite(file, seen, self._begin_anew))
         if name == RESERVED and "another topic or partition" not in finding.what:
-            again = "it is written anew, beyond every offset that is known to have been given away"
+            again = "it is rewritten with an offset above all that may have been assigned"
             action = f"keep a copy of it; {again}"
             return Step(finding, action, 0, lambda: self._rewrite(file, seen, self._reserve_anew))
         if name.endswith((".index", ".producers")):
-            return Step(finding, "rename it; it is made again from the segments", 0, lambda: self._rename(file, seen))
+            return Step(finding, "rename it; it is rebuilt from the segments", 0, lambda: self._rename(file, seen))
         return Step(finding, _HOPELESS)
 
     def _rename(self, file: str, seen: Signature | None) -> str:
@@ -181,7 +181,7 @@ class _PartitionRepair:
             kept = keep(file, is_copied=True)
             write()
             disk.sync_folder(self.folder)
-        return f"{file} was written anew; a copy of the damaged one is {kept}"
+        return f"{file} was rewritten; a copy of the damaged one is {kept}"
 
     def _begin_anew(self) -> None:
         bases = segment_bases(self.folder)
@@ -221,17 +221,17 @@ class _PartitionRepair:
                 mended = self._mended(self._last_base())
             except (DamagedFrame, OSError) as error:
                 return Step(finding, _refused(error))
-            action = "keep a copy of it; the end is found again in the last segment"
+            action = "keep a copy of it; the end is taken from the last segment"
             if mended is None or any(self._is_in(_name(base), segments) for base in (self._last_base(), mended.base)):
                 return Step(finding, action, 0, lambda: self._find_end(finding.file))
             lost = _count(mended.lost)
-            action = f"{action}; go on in {segment_path(self.folder, mended.base)}; {_told(mended.lost)}"
+            action = f"{action}; continue in {segment_path(self.folder, mended.base)}; {_told(mended.lost)}"
             return Step(finding, action, lost, lambda: self._find_end(finding.file))
         start = self._start()
         if published.end < start:
-            action = f"go on at offset {start}, behind a gap"
+            action = f"continue at offset {start}, after a gap"
             return Step(finding, action, 0, lambda: self._fill(published, start))
-        return Step(finding, "nothing is to be done: it is sound by now")
+        return Step(finding, "nothing to do: it is no longer damaged")
 
     def _find_end(self, file: str) -> str:
         """Find the end in the last segment, and publish it. Where bytes behind the last whole frame cannot be read,
@@ -244,7 +244,7 @@ class _PartitionRepair:
             if (mended := self._mended(base)) is not None:
                 done = self._seal(base, mended.end) + self._write_segment(mended, base)
             else:
-                done = self._publish(NOTHING) + "the end was found in the last segment"
+                done = self._publish(NOTHING) + "the end was taken from the last segment"
         if mended is None:  # let a process that opens the partition find the end
             log = DirectoryLog(self._root)
             try:
@@ -269,10 +269,10 @@ class _PartitionRepair:
         except (DamagedFrame, OSError, ValueError) as error:
             return Step(finding, _refused(error))
         if mended is None:
-            return Step(finding, "nothing is to be done: the next process that opens the partition goes on behind it")
+            return Step(finding, "nothing to do: the next process that opens the partition continues after it")
         new = segment_path(self.folder, mended.base)
         kept = "; the damaged file is kept beside it" if os.path.exists(new) else ""
-        action = f"go on in {'a new ' if kept else ''}{new}{kept}; {_told(mended.lost)}"
+        action = f"continue in {'a new ' if kept else ''}{new}{kept}; {_told(mended.lost)}"
         return Step(finding, action, _count(mended.lost), lambda: self._replace(finding.file))
 
     def _mended(self, base: int) -> Mended | None:
@@ -304,7 +304,7 @@ class _PartitionRepair:
             is_last = base >= self._last_base()
             mended = self._mended(base)
             if mended is None:
-                return f"{file} is sound by now, or retention has removed it"
+                return f"nothing: {file} is no longer damaged, or retention has removed it"
             done = self._seal(base, mended.end) if is_last else ""
             return done + self._write_segment(mended, base)
 
@@ -349,8 +349,8 @@ class _PartitionRepair:
         if not os.path.exists(new):
             return ""
         if new_base != base and os.path.getsize(new):
-            raise DamagedFrame(new, 0, "another segment lies where the readable part of the damaged one ends")
-        return f"; what was there is in {keep(new, is_copied=True)}"
+            raise DamagedFrame(new, 0, "another segment exists where the readable part of the damaged one ends")
+        return f"; the former file is kept as {keep(new, is_copied=True)}"
 
     # What these share.
 

@@ -59,7 +59,7 @@ def scan(data: pa.Buffer, path: str, base: int, place: int) -> Scanned:
     try:
         for at, header in _whole(data, path, 0, base, place):
             if not at and header.base_offset != base:
-                raise MisplacedFile(path, 0, f"its first offset is {header.base_offset}, and its name says {base}")
+                raise MisplacedFile(path, 0, f"its first offset is {header.base_offset}, but its name says {base}")
             found.append((at, header))
             position, end = at + header.frame_bytes, header.next_offset
             is_ours = is_ours or header.place_id is not None
@@ -85,7 +85,7 @@ def _in_order(path: str, offset: int) -> FrameCheck:
     def check(at: int, header: Header) -> None:
         nonlocal offset
         if header.base_offset != offset and at:
-            raise DamagedFrame(path, at, f"offset {header.base_offset} where {offset} must be")
+            raise DamagedFrame(path, at, f"found offset {header.base_offset} where {offset} was expected")
         offset = header.next_offset
 
     return check
@@ -105,7 +105,7 @@ def check_short(data: pa.Buffer, path: str, base: int, scanned: Scanned, last: P
         raise scanned.damage
     if last.segment == base and data.size >= last.segment_bytes:
         raise scanned.damage or DamagedFrame(
-            path, scanned.position, f"it ends at offset {scanned.end}, and messages up to {last.end} were published"
+            path, scanned.position, f"it ends at offset {scanned.end}, but messages up to {last.end} were published"
         )
 
 
@@ -165,4 +165,4 @@ def _what_is_wrong(data: pa.Buffer, path: str, position: int, expected: int, pla
         header = next(iter(_whole(data, path, position, expected, place)))[1]
     except DamagedFrame as damage:
         return damage.what
-    return f"offset {header.base_offset} where {expected} must be"
+    return f"found offset {header.base_offset} where {expected} was expected"

@@ -61,12 +61,13 @@ class Sealed:
         expected = None if position else self.base
         for at, header in frames(self.data, self.path, position, self.data.size, place=self._place):
             if expected is not None and header.base_offset != expected:
-                raise DamagedFrame(self.path, at, f"offset {header.base_offset} where {expected} must be")
+                raise DamagedFrame(self.path, at, f"found offset {header.base_offset} where {expected} was expected")
             yield at, header
             expected = header.next_offset
             if expected >= self.end_offset:
                 return
-        raise DamagedFrame(self.path, self.data.size, f"it ends before offset {self.end_offset}, where the next begins")
+        raise DamagedFrame(self.path, self.data.size, f"it ends before offset {self.end_offset}, where the next "
+                                                      "segment begins")
 
     def frames_for(self, offset: int) -> Iterator[tuple[int, Header]]:
         """The frames from the one that holds this offset on, also if damage lies before it."""
@@ -114,7 +115,7 @@ class Sealed:
         known = {(each.offset, each.position) for each in true.entries}
         stored = [each for each in self.index.entries if each.position < true.segment_bytes]
         if any((each.offset, each.position) not in known for each in stored):
-            _logger.warning("%s does not fit its segment; it is made again", index_path(self.path))
+            _logger.warning("%s does not match its segment; it is rebuilt", index_path(self.path))
             self._keep(true)
             self.index = true
         self._is_index_checked = True
@@ -135,7 +136,7 @@ class Sealed:
         except FileNotFoundError:
             index = None
         if index is not None and index.place_id not in (None, self._place):
-            _logger.warning("%s was written for another topic or partition; it is made again", path)
+            _logger.warning("%s was written for another topic or partition; it is rebuilt", path)
             index = None
         if index is None or not self._fits(index):
             index = self._scan()

@@ -18,7 +18,7 @@ from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.directory.segments.files import segment_bases, segment_path
 
 NAME: Final = "start"
-_ADVICE: Final = "remove it: the first segment that is there is then taken for the beginning"
+_ADVICE: Final = "remove it: the first existing segment then becomes the beginning"
 
 
 def read_start(folder: str, place: int, *, is_retained: bool) -> int | None:
@@ -60,6 +60,6 @@ def missing_before(folder: str, start: int, first: int) -> DamagedFrame:
     return DamagedFrame(
         segment_path(folder, start),
         0,
-        f"the segment is missing, and with it the offsets {start} to {first - 1}, which retention has not removed; the "
-        f"first offset that is there is {first}",
+        f"the segment is missing, with the offsets {start} to {first - 1}, which retention has not removed; the first "
+        f"existing offset is {first}",
     )

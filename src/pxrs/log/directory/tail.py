@@ -42,7 +42,7 @@ class Tail:
             raise DamagedFrame(
                 path,
                 end,
-                f"its frames end at byte {found[0]:,}, offset {found[1]}, and the published end is {published.end}",
+                f"its frames end at byte {found[0]:,}, offset {found[1]}, but the published end is {published.end}",
             )
 
     def _noted(self, begin: int, end: int) -> Iterator[Header]:
@@ -50,7 +50,7 @@ class Tail:
         expected = index.next_offset if begin else self.base
         for position, header in headers_of(self.segment.descriptor, path, begin, end, self._place_id):
             if header.base_offset != expected:
-                raise DamagedFrame(path, position, f"offset {header.base_offset} where {expected} must be")
+                raise DamagedFrame(path, position, f"found offset {header.base_offset} where {expected} was expected")
             index.note(header, position)
             expected = header.next_offset
             yield header

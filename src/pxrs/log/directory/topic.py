@@ -218,7 +218,7 @@ class DirectoryTopic(TopicLog):
         except (UnknownProducer, SequenceGap) as error:
             return [NotStored(named(error, f"{self.name}/{number}"))] * len(batches)
         except OSError as error:  # of `_opened`, such as too many open files, or a disk without room for a new file
-            what = f"{disk.explain(error)}; nothing of it is in the log: try again"
+            what = f"{disk.explain(error)}; nothing was stored: try again"
             return [NotStored(self._reason(AppendFailed(f"{self.name}/{number}: {what}")))] * len(batches)
         except AppendUnknown as error:
             return [MaybeStored(self._reason(error))] * len(batches)
@@ -278,7 +278,7 @@ class DirectoryTopic(TopicLog):
         except OSError as error:
             self._check_there(error)
             raise LogError(
-                f"{self.name}: the system refused to tell of changes: {disk.explain(error)}; see also `sysctl "
+                f"{self.name}: the system refused to report changes: {disk.explain(error)}; see also `sysctl "
                 "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
             ) from error
 
@@ -376,7 +376,7 @@ class DirectoryTopic(TopicLog):
         if self._is_closed:
             raise Closed(f"topic {self.name} was closed")
         if partition is not None and not 0 <= partition < self.partitions:
-            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {partition}")
+            raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
 
     def close(self, *, is_deleted: bool = False) -> None:
         with self._lock:

@@ -54,7 +54,7 @@ class TopicNames:
             if error.errno == errno.EINVAL:  # not a link
                 return False
             what = disk.explain(error, path)
-            _logger.warning("%s: what was prepared for a topic is kept, since it may be in use", what)
+            _logger.warning("%s: the files prepared for a new topic are kept, because they may be in use", what)
             return True
 
     def release(self, name: str) -> str:
@@ -77,7 +77,7 @@ class TopicNames:
             while not _try_lock(descriptor):
                 if time.monotonic() > until:
                     raise LogBusy(
-                        f"{self.links}: another process has held its lock for {self._timeout:g} s; is it stopped?"
+                        f"{self.links}: another process has held its lock for {self._timeout:g} s; it may be suspended"
                     )
                 time.sleep(_PAUSE_S)
             yield
@@ -119,7 +119,7 @@ def sync_names(root: Path) -> None:
     except PermissionError as error:
         # Syncing needs the permission to read. The process that made `root` has synced the folder above it, unless it
         # died just then.
-        _logger.info("%s is not synced before the first append: %s", root.parent, disk.explain(error))
+        _logger.info("%s cannot be synced before the first append: %s", root.parent, disk.explain(error))
 
 
 def _target(topic_id: str) -> str:
@@ -147,4 +147,4 @@ def _log_unless_gone(function: object, path: str, told: Any) -> None:
 
 def _log_left_over(error: BaseException) -> None:
     what = disk.explain(error) if isinstance(error, OSError) else error
-    _logger.warning("files of a deleted topic are left over: %s; the next deletion tries again", what)
+    _logger.warning("files of a deleted topic could not be removed: %s; the next deletion tries again", what)

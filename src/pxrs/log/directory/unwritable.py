@@ -72,7 +72,8 @@ class UnwritablePublished(PublishedFile):
     def is_in_place(self) -> bool:
         """Always True. Raises DamagedFrame if somebody has removed the file."""
         if self._is_open and not super().is_in_place():
-            raise DamagedFrame(self.path, 0, "somebody has removed it; open the log again, in every process")
+            raise DamagedFrame(self.path, 0, "the file was removed by another program; open the log again in every "
+                                             "process")
         return True
 
     def read(self) -> Published:
@@ -122,9 +123,9 @@ class UnwritablePublished(PublishedFile):
         if os.stat(segment_path(self._folder, bases[-1])).st_size <= shown:
             return None
         problem = (
-            f"{self._name}: messages from offset {published.end} on are not shown yet. {self.path} does not tell where "
-            f"the partition ends, as after a start of the machine; a process that may write to {self._folder} has to "
-            "open the topic, and this one may not"
+            f"{self._name}: messages from offset {published.end} on are not shown yet, because {self.path} does not "
+            f"say where the partition ends, as after a reboot. A process that may write to {self._folder} has to open "
+            "the topic first; this process may not"
         )
         if not self._is_told:
             self._is_told = True

@@ -218,7 +218,7 @@ class DirectoryStaging(StagingStore):
             (self._root / topic).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             _logger.warning(
-                "what is staged for topic %s may not be removed when the topic is deleted: %s", topic, error
+                "files staged for topic %s may remain after the topic is deleted: %s", topic, error
             )
 
     def topics(self) -> list[str]:

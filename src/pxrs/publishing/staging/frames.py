@@ -89,9 +89,9 @@ def read_frames_file(path: str) -> Iterator[Piece]:
         raise _damaged(path, f"it has {data.size} bytes, too few for a footer")
     count, checksum, version, magic = _FOOTER.unpack(data.slice(index_end))
     if magic != MAGIC:
-        raise _damaged(path, "it has no footer, so it is not whole")
+        raise _damaged(path, "it has no footer, so it is incomplete")
     if version != FORMAT:
-        raise _damaged(path, f"it has format {version}, and this version of pxrs reads format {FORMAT}")
+        raise _damaged(path, f"it has format {version}, but this version of pxrs reads format {FORMAT}")
     index_start = index_end - count * _ENTRY.size
     if index_start < 0 or xxhash.xxh3_64_intdigest(data.slice(index_start, index_end - index_start)) != checksum:
         raise _damaged(path, "the checksum of its index does not match")

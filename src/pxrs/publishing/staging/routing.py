@@ -41,8 +41,8 @@ def stage_rows(create: Create, route: Route, turn: int, tables: Iterable[pa.Reco
                 if topic.id not in files:
                     if len(files) == TOPICS_MAX:
                         raise InvalidRecord(
-                            f"the rows of one task name more than {TOPICS_MAX} topics, and each has an open file. Use "
-                            "repartition('topic'), so that each task has rows of fewer topics"
+                            f"the rows of one task name more than {TOPICS_MAX} topics, and each topic needs an open "
+                            "file. Use repartition('topic'), so that each task has rows of fewer topics"
                         )
                     files[topic.id] = Cutter(topic, turn), create(topic)
                 cutter, file = files[topic.id]

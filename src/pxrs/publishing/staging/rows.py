@@ -117,7 +117,7 @@ def _check_partitions(table: pa.RecordBatch, topic: Topic) -> None:
     least, most = (bound.as_py() for bound in pc.min_max(column).values())
     if least is not None and not 0 <= least <= most < topic.partitions:
         raise InvalidRecord(
-            f"a row names partition {most if least >= 0 else least}, and the topic {topic.name} has partitions 0 to "
-            f"{topic.partitions - 1}. The column partition says which partition of this topic a row goes to. Leave it "
-            "out, such as by df.drop('partition'), to have pxrs choose by the key"
+            f"a row names partition {most if least >= 0 else least}, but the topic {topic.name} has partitions 0 to "
+            f"{topic.partitions - 1}. The column partition says which partition of this topic a row goes to. Omit it, "
+            "for example with df.drop('partition'), to let pxrs choose the partition by the key"
         )

@@ -113,7 +113,7 @@ class Stream:
                         raise failures[0]
                     self._check_open()
                     if any(each.is_removed for each in ranges.values()):
-                        raise Closed("the watch was closed while it was made")
+                        raise Closed("the watch was closed while it was being created")
                     if not self._lock.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
                         raise self._failure or RegistryUnavailable("etcd did not confirm a watch in time")
         except BaseException:
@@ -146,7 +146,7 @@ class Stream:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise Closed("the registry was closed while a watch was made")
+            raise Closed("the registry was closed while a watch was being created")
 
     def _remove(self, key: Key, watched: _Range) -> None:
         with self._lock:
@@ -182,10 +182,10 @@ class Stream:
                 self.close()  # the link was closed, which the registry does for good
                 continue
             except RegistryError as error:
-                log.info("watches wait to be made: %s", error)
+                log.info("watches cannot be created now, will try again: %s", error)
                 self._failure = error
             except Exception:
-                log.exception("watches broke off and will be made anew")
+                log.exception("watches failed and will be created again")
             if self._end_stream():
                 pause_s = PAUSE_S_MIN
             self._hurry.wait(pause_s)

@@ -195,7 +195,7 @@ class SharedJournal:
             try:
                 self._settle(published.number, published.generation)
             except OSError as error:
-                raise OutcomeUnknown(f"{self.url}: committed but perhaps not on disk: {error}") from error
+                raise OutcomeUnknown(f"{self.url}: committed, but possibly not on disk yet: {error}") from error
             finally:
                 self.wake(published.changed)
         self._may_end_leases = True  # an earlier refusal was that of another generation's folder
@@ -248,7 +248,7 @@ class SharedJournal:
             self.journal.finish_compaction(*snapshot)
             self._sweep_lease_files(leases)
         except Exception as error:  # noqa: BLE001 - see above
-            log.warning("%s: compaction was left undone: %s", self.url, error)
+            log.warning("%s: compaction failed and will be tried again by a later commit: %s", self.url, error)
 
     def _sweep_lease_files(self, known: set[str]) -> None:
         """Remove the files of leases that never began, because their process died, and end all leases that are over."""
@@ -279,7 +279,7 @@ class SharedJournal:
                 self.end_leases(leases)
                 return
             except RegistryNotWritable as error:  # a folder in the directory belongs to another user
-                log.warning("%s: leases that are over are left for other processes to end: %s", self.url, error)
+                log.warning("%s: expired leases cannot be ended by this process, so other processes have to: %s", self.url, error)
                 self._may_end_leases = False
         with self.lock:
             held = self.journal.state.leases
@@ -310,7 +310,7 @@ class SharedJournal:
         try:
             (self.lease_folder / lease).unlink(missing_ok=True)
         except OSError as error:  # the lease ends in the journal all the same; the next compaction removes the file
-            log.warning("%s: the file of lease %s was left: %s", self.url, lease, error)
+            log.warning("%s: the file of lease %s was not removed: %s", self.url, lease, error)
 
     # Errors.
 
@@ -328,12 +328,12 @@ class SharedJournal:
         except OSError as error:
             where = f"{self.url}: {disk.explain(error)}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(f"{where}; nothing was written: make room, then try again") from error
+                raise StorageFull(f"{where}; nothing was written: free disk space, then try again") from error
             if (lacking := disk.denied(error, self.root)) is not None:
                 what = f"{self.url}: {lacking.what}"
                 raise RegistryNotWritable(lacking.path, what) if lacking.is_write else AccessDenied(what) from error
             if error.errno == errno.ENOTDIR:
-                raise InvalidUrl(f"{where}; a registry is kept in a directory") from error
+                raise InvalidUrl(f"{where}; a file registry needs a directory") from error
             raise RegistryUnavailable(where) from error
 
 

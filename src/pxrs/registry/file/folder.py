@@ -28,7 +28,7 @@ class Folder:
         if not os.path.samestat(found, os.fstat(self._descriptor)):
             raise RegistryReplaced(
                 f"{self.path}: this directory was replaced by another one while it was open. Put the original back, or "
-                "open the registry again to use what lies there now"
+                "open the registry again to use the new directory"
             )
         return True
 

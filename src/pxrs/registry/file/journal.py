@@ -148,7 +148,7 @@ class Journal:
                 changed += self.state.apply(entry.step, self.number)
         if self.number < self._number_max:
             raise self._removed(
-                self.number + 1, f"this process has read entries up to {self._number_max}, which are not there any more"
+                self.number + 1, f"this process has read entries up to {self._number_max}, which no longer exist"
             )
         self._number_max = self.number
         self.torn = False
@@ -176,9 +176,8 @@ class Journal:
                     return False
             raise RegistryCorrupt(
                 str(self.generations / seal.successor),
-                f"this folder of the journal is missing, although the last entry of {sealed.path} says that history "
-                f"goes on there: somebody removed it, or a copy was made without it. Nothing was written. "
-                f"{self._advice('folder')}",
+                f"this folder of the journal is missing, although the last entry of {sealed.path} names it as the next "
+                f"one: it was removed, or is missing from a copy. Nothing was written. {self._advice('folder')}",
             ) from None
         self._begun_at = self.number
         return True
@@ -203,7 +202,8 @@ class Journal:
                 return
         if self._layout.newest_live() is None:
             raise RegistryCorrupt(str(self.root), "no generation with a snapshot is left, so its state is lost")
-        raise RegistryUnavailable(f"{self.root}: the newest generation moved away {OPEN_TRIES} times while opening it")
+        raise RegistryUnavailable(f"{self.root}: the newest generation was replaced {OPEN_TRIES} times while it was "
+                                  "being opened")
 
     def _check_made(self) -> None:
         """Raise NotMade if no process has made the registry yet: none has published a first snapshot."""
@@ -222,7 +222,7 @@ class Journal:
         if self._origin_name is not None and self._layout.origin() != self._origin_name:
             raise RegistryReplaced(
                 f"{self.root}: the registry in this directory was removed while it was open, or replaced by another "
-                "one; nothing was written. Put the original back, or open the registry again to use what lies there now"
+                "one; nothing was written. Put the original back, or open the registry again to use what is there now"
             )
 
     # Missing entries.
@@ -247,7 +247,7 @@ class Journal:
             return False
         if missing is not None:
             raise self._removed(missing, "this process had read it")
-        raise self._removed(self.number + 1, f"there are later ones, such as {later or last}")
+        raise self._removed(self.number + 1, f"later ones exist, such as {later or last}")
 
     def _is_cut_off(self, last: int) -> bool:
         """Whether all entries up to this one are those that were found behind a missing one at opening."""
@@ -265,7 +265,7 @@ class Journal:
             return False
         if not has_last:
             raise self._removed(self.number, "this process had read it")
-        raise self._removed(self.number + 1, f"entry {self.number + 2} is there")
+        raise self._removed(self.number + 1, f"entry {self.number + 2} exists")
 
     def _settle_end(self) -> None:
         """At opening: if an entry is missing and there are later ones, publish a seal under the number of the missing
@@ -291,27 +291,27 @@ class Journal:
         """Raise RegistryCorrupt if the next entry, which is missing, was on disk: it may have been acknowledged."""
         hole = self.number + 1
         if later is not None:
-            raise self._removed(hole, f"{later} was written after it was on disk")
+            raise self._removed(hole, f"{later} was written after this entry was on disk")
         are_old = False
         for number in reversed(behind):
             entry = self._read_entry(number)
             if entry is not None and entry.synced is not None and entry.synced >= hole:
-                raise self._removed(hole, f"entry {number} was written after it was on disk")
+                raise self._removed(hole, f"entry {number} was written after this entry was on disk")
             are_old |= entry is not None and entry.synced is None
         log.warning(
-            "%s is missing, and %d later entries are there; they are ignored from now on. %s",
+            "%s is missing, but %d later entries exist; they are ignored from now on. %s",
             self.generation.entry(hole),
             len(behind),
-            "Some are of version 0.1 and do not tell whether the missing one was ever on disk: if no power was lost, "
-            "somebody has removed it, and what was committed since then is lost"
+            "Some were written by version 0.1 and do not record whether the missing one was ever on disk: if there was "
+            "no power loss, somebody removed it, and what was committed since then is lost"
             if are_old
-            else "A power loss leaves this, before any of them was acknowledged",
+            else "This is the result of a power loss; none of them had been acknowledged",
         )
 
     def _removed(self, number: int, proof: str) -> RegistryCorrupt:
         return RegistryCorrupt(
             self.generation.entry(number),
-            f"this entry of the journal is missing, although {proof}: somebody removed it, or the file system lost it. "
+            f"this entry of the journal is missing, although {proof}: it was removed, or the file system lost it. "
             f"Nothing was written. {self._advice('file')}",
         )
 
@@ -342,11 +342,12 @@ class Journal:
         try:
             in_place = generation.in_place()
         except (OSError, RegistryReplaced) as error:
-            raise OutcomeUnknown(f"{generation.path}: published, but then: {error}") from error
+            raise OutcomeUnknown(f"{generation.path}: the entry was published, but whether it is in the live "
+                                 f"generation could not be checked: {error}") from error
         if not in_place:
             # Either other processes have sealed the generation and moved the folder behind this entry, or the link went
             # into a folder that was being removed. Which of the two is not known, so the outcome is unknown.
-            raise OutcomeUnknown(f"{generation.path} was compacted in the very moment of the commit")
+            raise OutcomeUnknown(f"{generation.path} was compacted at the moment of the commit")
         changed: list[str] = []
         if isinstance(step, Change):  # a seal is followed by reading it, as all others do
             self.number += 1

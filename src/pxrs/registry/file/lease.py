@@ -134,7 +134,7 @@ class LeaseFile:
             return
         with self._guard:
             if self._descriptor < 0:
-                raise LeaseExpired(f"lease {self._path.name} was let go")
+                raise LeaseExpired(f"lease {self._path.name} was closed")
             try:
                 found = os.stat(self._path)
             except (FileNotFoundError, NotADirectoryError):
@@ -247,7 +247,7 @@ def _renewal_lock(descriptor: int, lease: str, wait_s: float) -> Iterator[None]:
     until = time.monotonic() + wait_s
     while not _set_lock(descriptor, fcntl.F_WRLCK, fcntl.LOCK_EX):
         if time.monotonic() >= until:
-            raise RegistryUnavailable(f"lease {lease}: another renewal of it has been under way for {wait_s:g} s")
+            raise RegistryUnavailable(f"lease {lease}: another renewal of it has been running for {wait_s:g} s")
         time.sleep(_LOCK_PAUSE_S)
     try:
         yield

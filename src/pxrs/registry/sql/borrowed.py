@@ -88,8 +88,8 @@ def borrowable_of(engine: object, registry: Registry) -> Borrowable | str:
             if engine.dialect.name == place.dialect:
                 return BehindServer(registry, place)
             return (
-                f"the engine is one of {engine.dialect.name}, and the registry behind {registry.url} is one of "
-                f"{place.dialect}: a transaction cannot span the two"
+                f"the engine is for {engine.dialect.name}, but the registry behind {registry.url} is in "
+                f"{place.dialect}: a transaction cannot span both"
             )
     if fault := fault_of_engine(engine, registry):
         return fault
@@ -101,15 +101,15 @@ def fault_of_engine(engine: object, registry: Registry) -> str:
     """Why the registry cannot use connections of this engine; empty if it can, as far as the types tell."""
     if not isinstance(engine, Engine):
         return (
-            f"the engine is {arguments.shown(engine)}: give an Engine of SQLAlchemy; an AsyncEngine has one as its "
+            f"the engine must be a SQLAlchemy Engine, not {arguments.shown(engine)}; an AsyncEngine has one as "
             "`sync_engine`"
         )
     if not isinstance(registry, SqlRegistry) or not is_borrowable(registry):
-        return f"the registry {registry.url} is no PostgreSQL or SQLite database"
+        return f"the registry {registry.url} is not a PostgreSQL or SQLite database"
     if engine.dialect.name != registry.database.dialect:
         return (
-            f"the engine is one of {engine.dialect.name}, and the registry is {registry.url}: a transaction cannot "
-            "span the two"
+            f"the engine is for {engine.dialect.name}, but the registry is {registry.url}: a transaction cannot span "
+            "both"
         )
     return ""
 
@@ -118,18 +118,18 @@ def fault_of_connection(connection: object, registry: SqlRegistry) -> str:
     """Why the registry cannot use this connection; empty if it can, as far as the types tell."""
     if not isinstance(connection, Connection):
         return (
-            f"{type(connection).__name__} is no SQLAlchemy Connection; a Session has one as `connection()`, an Engine "
-            "opens one by `connect()`, and an AsyncConnection lends one to a function by `run_sync`"
+            f"{type(connection).__name__} is not a SQLAlchemy Connection; get one from Session.connection() or "
+            "Engine.connect(), or inside AsyncConnection.run_sync()"
         )
     if connection.closed:
         return "the connection is closed"
     if connection.dialect.name != registry.database.dialect:
         return (
-            f"the connection is one to {connection.dialect.name}, and the registry is {registry.url}: a transaction "
-            "cannot span the two"
+            f"the connection is to {connection.dialect.name}, but the registry is {registry.url}: a transaction cannot "
+            "span both"
         )
     if isinstance(connection.get_transaction(), TwoPhaseTransaction):
-        return "the transaction is one in two phases, which cannot notify: use an ordinary one"
+        return "a two-phase transaction cannot send notifications: use an ordinary transaction"
     return ""
 
 

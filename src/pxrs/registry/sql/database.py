@@ -209,12 +209,14 @@ class Database(ABC):
         if layout is None:
             if not create:
                 raise SchemaMissing(
-                    f"{self.url}: no tables; run what `pxrs registry ddl --dialect {self.dialect}` prints"
+                    f"{self.url}: the registry's tables do not exist; run what `pxrs registry ddl --dialect "
+                    f"{self.dialect}` prints"
                 )
             self.create_tables(deadline)
             layout = self._layout(deadline)
         if layout != str(LAYOUT):
-            raise SchemaMissing(f"{self.url}: the tables have layout {layout}, and this version of pxrs knows {LAYOUT}")
+            raise SchemaMissing(f"{self.url}: the tables have layout {layout}, but this version of pxrs supports "
+                                f"layout {LAYOUT}")
 
     def check_writable(self) -> None:  # noqa: B027 - a server refuses the write itself
         """Raise RegistryNotWritable if it is known that this process may not write."""

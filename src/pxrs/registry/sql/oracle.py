@@ -233,10 +233,10 @@ def _options(address: Address) -> dict[str, Any]:
     if address.path:
         raise InvalidUrl(f"{address.text}: write oracle://USER@HOST:{PORT}/?service_name=NAME")
     if not address.options.get("service_name"):
-        raise InvalidUrl(f"{address.text}: which service? add ?service_name=NAME")
+        raise InvalidUrl(f"{address.text}: the service name is missing; add ?service_name=NAME")
     hosts = address.hosts(PORT)
     if len(hosts) != 1:
-        raise InvalidUrl(f"{address.text}: give one host; a name can stand for several")
+        raise InvalidUrl(f"{address.text}: give one host; its name may resolve to several addresses")
     ((host, port),) = hosts
     user, password = address.credentials()
     options: dict[str, Any] = {"user": user, "password": password, "host": host, "port": port}

@@ -237,7 +237,8 @@ def _conninfo(address: Address, timeout: float) -> tuple[str, int]:
     if not has_host and "host" in options:
         options.setdefault("port", PORT)  # a folder with a Unix socket
     elif "host" in options or "port" in options:
-        raise InvalidUrl(f"{address.text}: host and port stand before the path; ?host= is for a folder with a socket")
+        raise InvalidUrl(f"{address.text}: write host and port before the path; ?host= is only for the directory of a "
+                         "Unix socket")
     else:
         hosts = address.hosts(PORT)
         options["host"] = ",".join(host for host, _ in hosts)

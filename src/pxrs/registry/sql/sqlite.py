@@ -98,8 +98,8 @@ def _identity(path: str) -> Identity:
 def _check_not_inherited(path: str) -> None:
     if os.path.exists(path) and _open_files.get(_identity(path), (os.getpid(), 0))[0] != os.getpid():
         raise UsedAfterFork(
-            f"{path} was open when this process was forked, and SQLite cannot go on from there: start processes by "
-            "'spawn' or 'forkserver', or fork before the file is opened"
+            f"{path} was open when this process was forked, and SQLite cannot be used in the child: start processes "
+            "with 'spawn' or 'forkserver', or fork before the file is opened"
         )
 
 
@@ -203,7 +203,7 @@ class SqliteDatabase(Database):
             raise RegistryUnavailable(f"{self.url}: {disk.explain(error, path)}") from error
         raise RegistryReplaced(
             f"{self.url}: {path} was removed, moved or replaced by another file while it was open; put the original "
-            "back, or open the registry again to use what lies there now"
+            "back, or open the registry again to use what is there now"
         )
 
     def _connect(self, timeout: float) -> _Connection:
@@ -282,13 +282,13 @@ class SqliteDatabase(Database):
             return InvalidUrl(f"{self.url}: the file is not a SQLite database")
         if self.is_read_only and code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
             return AccessDenied(
-                f"{self.url}: a process that may not write to {self.path} can read it only while {self.path}-wal "
-                f"and {self.path}-shm are there, which SQLite removes when the last process that uses the file has "
-                "closed it: keep a process that may write running, or run this one as a user that may write"
+                f"{self.url}: without write permission {self.path} can be read only while {self.path}-wal and "
+                f"{self.path}-shm exist, which SQLite removes when the last process closes the file: keep a process "
+                "with write permission running, or run this one as a user that may write"
             )
         if code == sqlite3.SQLITE_CANTOPEN:
             if not os.path.exists(self.path) and not self._creates:
-                return SchemaMissing(f"{self.url}: no such file, and it was not to be created")
+                return SchemaMissing(f"{self.url}: the file does not exist and was not to be created")
             return AccessDenied(f"{self.url}: {error}")
         return self.translate(error)
 
@@ -333,7 +333,7 @@ class SqliteSession(Session):
         try:
             self._database.check_in_place(self._connection)
         except (RegistryReplaced, RegistryUnavailable) as error:
-            raise OutcomeUnknown(f"{error}; a commit was being made at that moment") from error
+            raise OutcomeUnknown(f"{error}; a commit was in progress at that moment") from error
 
     def rollback(self) -> None:
         self.in_transaction = False
@@ -398,7 +398,7 @@ def _path(address: Address, creates: bool) -> Path:
     if path.is_dir():
         raise InvalidUrl(f"{address.text}: that is a directory, not a file")
     if not path.parent.is_dir():
-        raise InvalidUrl(f"{address.text}: there is no directory {path.parent}")
+        raise InvalidUrl(f"{address.text}: the directory {path.parent} does not exist")
     refusal = disk.write_refusal(path if path.exists() else path.parent)
     if refusal is not None and not path.exists():
         raise _not_writable(address.text, refusal)
@@ -408,7 +408,7 @@ def _path(address: Address, creates: bool) -> Path:
         # SQLite would create a write-ahead log that belongs to this user, which other users could not write to.
         raise _not_writable(address.text, refusal)
     if not creates and not path.exists():
-        raise SchemaMissing(f"{address.text}: no such file, and it was not to be created")
+        raise SchemaMissing(f"{address.text}: the file does not exist and was not to be created")
     disk.refuse_network_file_system(path.parent)
     return path
 

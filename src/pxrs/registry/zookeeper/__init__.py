@@ -45,7 +45,7 @@ def open(address: Address) -> Registry:
     hosts = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in address.hosts(DEFAULT_PORT))
     user, password = address.credentials()
     if user is not None and password is None:
-        raise InvalidUrl(f"{address.text}: a user without a password; give it in the address or by password_file=FILE")
+        raise InvalidUrl(f"{address.text}: the user has no password; give it in the address or by password_file=FILE")
     ca, cert, key = _certificates(address)
     login = None if user is None else f"{user}:{password}"
     endpoint = Endpoint(address.text, hosts, address.seconds("timeout", TIMEOUT_S), login, ca, cert, key)
@@ -55,24 +55,24 @@ def open(address: Address) -> Registry:
 def _sessions(address: Address) -> int:
     text = address.options.get("sessions", str(SESSIONS_MAX))
     if not text.isdecimal() or not 0 < int(text) <= SESSIONS_LIMIT:
-        raise InvalidUrl(f"{address.text}: sessions is {text!r}: give a number from 1 to {SESSIONS_LIMIT:,}")
+        raise InvalidUrl(f"{address.text}: sessions must be a number from 1 to {SESSIONS_LIMIT:,}, not {text!r}")
     return int(text)
 
 
 def _root(address: Address) -> str:
     chroot = f"/{address.path}" if address.path else ""
     if not _CHROOT.fullmatch(chroot) or len(chroot) > CHROOT_BYTES_MAX:
-        raise InvalidUrl(f"{address.text}: the path {chroot!r} is not one that ZooKeeper takes")
+        raise InvalidUrl(f"{address.text}: the path {chroot!r} is not a valid ZooKeeper path")
     root = f"{chroot}/{address.namespace}"
     if root.startswith("/zookeeper/") or root == "/zookeeper":
-        raise InvalidUrl(f"{address.text}: /zookeeper is ZooKeeper's own; choose another path or namespace")
+        raise InvalidUrl(f"{address.text}: /zookeeper is reserved by ZooKeeper; choose another path or namespace")
     return root
 
 
 def _certificates(address: Address) -> tuple[str | None, str | None, str | None]:
     ca, cert, key = (None if path is None else str(path) for path in map(address.file, ("ca", "cert", "key")))
     if (cert is None) != (key is None):
-        raise InvalidUrl(f"{address.text}: cert=FILE and key=FILE go together")
+        raise InvalidUrl(f"{address.text}: give cert=FILE and key=FILE together")
     try:  # kazoo would retry for ever with a file that it cannot use
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:

@@ -121,7 +121,7 @@ class Client(KazooClient):  # type: ignore[misc]
                 if len(self._queue) < UNSENT_MAX:
                     return super()._call(request, async_object)
             if self._clock.now() >= until:
-                raise Crowded(f"{UNSENT_MAX} requests wait to be sent")
+                raise Crowded(f"{UNSENT_MAX} requests are already waiting to be sent")
             time.sleep(UNSENT_PAUSE_S)
 
     def ask(self, request: Any) -> Any:
@@ -207,11 +207,11 @@ class Line(ConnectionHandler):  # type: ignore[misc]
 
     def _connect(self, host: str, hostip: str, port: int) -> Any:
         if self.is_left:
-            raise ConnectionDropped("the session was left")
+            raise ConnectionDropped("the session was abandoned")
         began = self.clock.now()
         read_timeout_ms, connect_timeout_ms = super()._connect(host, hostip, port)
         if self.is_left:
-            raise ConnectionDropped("the session was left")
+            raise ConnectionDropped("the session was abandoned")
         self.granted_s = round(read_timeout_ms * 1.5) / 1000  # kazoo waits for two thirds of it
         self.touched_at = began
         return read_timeout_ms, connect_timeout_ms

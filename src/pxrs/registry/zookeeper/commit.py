@@ -119,8 +119,8 @@ class Attempt:
             raise
         except (KazooException, KazooTimeoutError) as error:
             raise OutcomeUnknown(
-                f"{self.session.endpoint.url}: the reply to a commit was lost ({type(error).__name__}); "
-                "it may have happened, or may yet"
+                f"{self.session.endpoint.url}: the reply to a commit was lost ({type(error).__name__}); the commit may "
+                "have been applied, or may still be"
             ) from error
         return answers
 
@@ -146,7 +146,8 @@ class Attempt:
         if isinstance(error, QuotaExceededError):
             return StorageFull(f"{endpoint.url}: the quota for {path} is used up")
         if isinstance(error, (NotEmptyError, NoChildrenForEphemeralsError)):
-            return RegistryCorrupt(path, "a key has children, or a folder may have none: made by something else")
+            return RegistryCorrupt(path, "a key has child nodes, or a folder is ephemeral: another program created "
+                                         "these nodes")
         return RegistryUnavailable(f"{endpoint.url}: {type(step.request).__name__} {path}: {error!r}")
 
     def _differing(self, failed: list[str]) -> list[str]:
@@ -164,4 +165,5 @@ class Attempt:
 def _check_wire_size(todo: list[Step]) -> None:
     size = sum(step.wire_bytes for step in todo)
     if size > WIRE_BYTES_MAX:
-        raise CommitTooLarge(f"{size:,} bytes with the paths of all keys, and {WIRE_BYTES_MAX:,} is the most")
+        raise CommitTooLarge(f"the commit has {size:,} bytes with the paths of all keys; the limit is "
+                             f"{WIRE_BYTES_MAX:,}")

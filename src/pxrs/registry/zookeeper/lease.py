@@ -111,7 +111,7 @@ class Connections:
         """Take one. Raises RegistryUnavailable, naming the option, if all stay in use for this number of seconds."""
         if not self._free.acquire(timeout=wait_s):
             raise RegistryUnavailable(
-                f"{self._url}: {self.count_max} sessions of leases are open, the most that this handle may have: close "
+                f"{self._url}: {self.count_max} lease sessions are open, which is the limit of this handle: close "
                 "leases, or raise the option sessions=N of the address and maxClientCnxns of the servers"
             )
 

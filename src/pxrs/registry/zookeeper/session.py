@@ -193,8 +193,8 @@ def barrier(client: Client, path: str) -> Any:
 
 
 def denied(endpoint: Endpoint, error: Exception) -> PxrsError:
-    login = "the credentials given do" if endpoint.login else "a client without credentials does"
-    return AccessDenied(f"{endpoint.url}: {login} not have the right to this ({_say(error)})")
+    login = "the credentials do" if endpoint.login else "a client without credentials does"
+    return AccessDenied(f"{endpoint.url}: {login} not have the permission for this ({_say(error)})")
 
 
 def _say(error: Exception) -> str:
@@ -236,7 +236,7 @@ class LastingSession(Session):
             return self._present
 
     def _expired(self) -> None:
-        log.info("%s: the session has expired, a new one follows", self.endpoint.url)
+        log.info("%s: the session has expired; a new one will be opened", self.endpoint.url)
 
     def _start(self) -> Client:
         client = Client(self.endpoint, self._session_s, self.clock, self._on_state, Line)

@@ -75,8 +75,8 @@ class SnapshotReader:
             if is_complete and (not unread or (not left and not is_lost)):
                 return self._snapshot(moment, late, unread, last)
         raise RegistryUnavailable(
-            f"{self.session.endpoint.url}: its keys come and go faster than they can be read at one moment; try again "
-            "under less load"
+            f"{self.session.endpoint.url}: keys are created and deleted faster than a consistent snapshot can be read; "
+            "try again under less load"
         )
 
     def _learn(self, prefix: str) -> None:
@@ -107,8 +107,9 @@ class SnapshotReader:
                 return moment
         if len(parts) > 1:
             raise RegistryUnavailable(
-                f"{self.session.endpoint.url}: {len(keys):,} keys that change are more than ZooKeeper reads at one "
-                "moment, and they change while they are read; try again while the programs are stopped"
+                f"{self.session.endpoint.url}: {len(keys):,} changing keys are more than ZooKeeper can read in one "
+                "transaction, and they changed while they were being read; stop the programs that use them and try "
+                "again"
             )
         return moment
 

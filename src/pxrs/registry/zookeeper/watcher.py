@@ -158,7 +158,7 @@ class Watcher:
         except (ConnectionLoss, SessionExpiredError, Closed):
             self._is_stale = True  # the next reconnect puts a job into the queue, which arms everything
         except (KazooException, KazooTimeoutError, RegistryError) as error:
-            log.warning("watches could not be armed; waking their holders, and trying again: %r", error)
+            log.warning("watches could not be set; waking their holders and trying again: %r", error)
             self._is_stale = True
             self._wake(None)
         except Exception:

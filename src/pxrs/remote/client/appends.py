@@ -137,7 +137,7 @@ class PutStream:
             for part in parts:
                 found = wire.loads(flight.read_result(next(self.call)))["outcomes"]
                 if len(found) != len(part):
-                    raise ValueError(f"{len(found)} outcomes of {len(part)} batches")
+                    raise ValueError(f"expected {len(part)} outcomes, got {len(found)}")
                 answers.append(found)
                 progress()
             return Sent(answers)
@@ -147,10 +147,10 @@ class PutStream:
                 return Sent(answers, error)
             text = f"{error or text_of(failure)}"
         except StopIteration:
-            text = "the server has ended the stream"
+            text = "the server ended the stream"
         except (KeyError, TypeError, ValueError, flight.MalformedMessage) as error:
             # The call has not ended, so gRPC may take and send a batch at this moment.
-            unreadable = Unanswered(f"{self.channel.target}: an answer cannot be read: {error}", was_sent=True)
+            unreadable = Unanswered(f"{self.channel.target}: malformed answer: {error}", was_sent=True)
             return Sent(answers, unreadable, len(parts))
         # The call has ended: what gRPC takes from now on is not sent.
         starts = accumulate((len(part) for part in parts), initial=before)

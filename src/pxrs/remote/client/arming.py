@@ -85,11 +85,11 @@ class Arms:
     def wait(self, armed: Armed, until: float) -> None:
         """Return when every later change will wake it. Raises what the server answers, or Unanswered."""
         if not armed.done.wait(max(0.0, until - time.monotonic())):
-            raise Unanswered(f"the server has not confirmed {armed.call} in time", was_sent=True)
+            raise Unanswered(f"the server did not confirm {armed.call} in time", was_sent=True)
         if armed.failure is not None:
             raise armed.failure
         if not armed.was_armed:
-            raise Unanswered(f"{armed.call} was given up before the server had confirmed it", was_sent=True)
+            raise Unanswered(f"{armed.call} was cancelled before the server confirmed it", was_sent=True)
 
     def remove(self, armed: Armed) -> bool:
         """Forget it, here and on the server. Whether it was there."""
@@ -195,7 +195,7 @@ class Arms:
 
     def _ask_later(self, armed: Armed) -> None:
         """Under the lock."""
-        _logger.info("the server has refused %s, which is asked for again in %g s", armed.call, AGAIN_S)
+        _logger.info("the server refused %s, retrying in %g s", armed.call, AGAIN_S)
         if self._timer is None:
             self._timer = threading.Timer(AGAIN_S, self._ask_again)
             self._timer.daemon = True

@@ -64,7 +64,7 @@ class Connection:
         """For the error of a call that waited for so long: which limit has ended it, and what to do."""
         is_patience = self._link.was_connected and seconds > self.settings.timeout_s
         limit = "patience" if is_patience else "timeout"
-        return f"given up after {seconds:g} s (`{limit}` of the address): ask the server with `pxrs ping`"
+        return f"gave up after {seconds:g} s (`{limit}` in the address); check the server with `pxrs ping`"
 
     @property
     def last_hello(self) -> Hello | None:
@@ -86,7 +86,7 @@ class Connection:
         if is_renewal:
             return self._call(name, arguments, until, is_renewal)
         if not self._places.acquire(timeout=timeout_s):
-            raise Unanswered(f"{CALLS_MAX} calls of this process wait already", was_sent=False)
+            raise Unanswered(f"this process already has {CALLS_MAX} calls in flight, the maximum", was_sent=False)
         try:
             return self._call(name, arguments, until, is_renewal)
         finally:
@@ -106,7 +106,7 @@ class Connection:
                 return stream.wait(request, until)
             except Unanswered:
                 if is_renewal and stream.is_silent_since(request):
-                    stream.end("the server did not answer a renewal in time")
+                    stream.end("the server did not answer a lease renewal in time")
                 raise
 
     def _take(self, until: float) -> ControlStream:

@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 Answer = dict[str, Any] | Exception
 OnDone = Callable[[Answer], object]
 """Called by the reader, which must not wait."""
-_GOODBYE: Final = "the server has said goodbye"
+_GOODBYE: Final = "the server announced that it is stopping"
 _HELLO: Final = {"hello": {"wire": wire.VERSION, "client": f"pxrs {version('pxrs')}"}}
 
 
@@ -121,12 +121,12 @@ class ControlStream:
             self._take_hello(next(self._call))
         except grpc.RpcError as failure:
             error = lasting_refusal(failure, where) or error_in(failure)
-            why = f"no hello came within {timeout_s:g} s" if self._is_given_up else text_of(failure)
+            why = f"the server sent no hello within {timeout_s:g} s" if self._is_given_up else text_of(failure)
             raise error or Unanswered(f"{where}: {why}", was_sent=False) from None
         except StopIteration:
-            raise Unanswered(f"{where}: the server ended the stream without a hello", was_sent=False) from None
+            raise Unanswered(f"{where}: the server ended the stream before its hello", was_sent=False) from None
         except (ValueError, TypeError, AttributeError, KeyError, flight.MalformedMessage) as error:
-            raise Refused(f"{where}: no server of pxrs answers there: {error}") from error
+            raise Refused(f"{where}: not a pxrs server: {error}") from error
         finally:
             if timer is not None:
                 timer.cancel()
@@ -176,7 +176,7 @@ class ControlStream:
     def _read(self, *, is_rest: bool = False) -> str | None:
         """Read until the stream has ended; why it has. is_rest: the server has said goodbye. If it says so now, None is
         returned while requests have no answer."""
-        why = "the server has ended the stream"
+        why = "the server ended the stream"
         try:
             for data in self._call:
                 self._take(data)
@@ -187,7 +187,7 @@ class ControlStream:
             self._is_refused = error is not None
             why = str(error or text_of(failure))
         except (ValueError, TypeError, flight.MalformedMessage) as error:
-            why = f"a message of the server cannot be read: {error}"
+            why = f"malformed message from the server: {error}"
         return why
 
     def end(self, why: str) -> str:
@@ -219,7 +219,7 @@ class ControlStream:
         """Send a request without waiting for the answer. Raises Unanswered if the stream takes no more requests."""
         with self._lock:
             if self._why is not None or self._is_leaving:
-                raise Unanswered(f"{self.channel.target}: {self._why or 'the server is ending'}", was_sent=False)
+                raise Unanswered(f"{self.channel.target}: {self._why or 'the server is stopping'}", was_sent=False)
             number = next(self._numbers)
             request = Request(number, wire.dumps({"id": number, "call": call, **arguments}), on_done)
             self._unanswered[number] = request
@@ -264,7 +264,7 @@ class ControlStream:
         if "event" in found:
             self._on_event(int(found["event"]))
         elif "goodbye" in found:
-            _logger.info("the server %s will end: %s", self.channel.target, found["goodbye"])
+            _logger.info("the server %s is about to stop: %s", self.channel.target, found["goodbye"])
             self._leave()
         elif "id" in found:
             self._take_answer(found)
@@ -305,4 +305,4 @@ def _tell(request: Request) -> None:
         try:
             request.on_done(request.answer)
         except PxrsError:  # pragma: no cover - a defect here must not end the reader
-            _logger.exception("an answer of the server could not be handled")
+            _logger.exception("failed to handle an answer from the server")

@@ -85,4 +85,4 @@ def lasting_refusal(failure: Any, where: str) -> Exception | None:
     error = error_in(failure)
     if error is not None:
         return error if isinstance(error, _LASTING) else None
-    return Refused(f"{where}: no server of pxrs answers there: {text_of(failure)}") if is_lasting(failure) else None
+    return Refused(f"{where}: not a pxrs server: {text_of(failure)}") if is_lasting(failure) else None

@@ -70,7 +70,7 @@ class Link:
         """Streams whose servers have said goodbye, and on which calls may still be answered."""
         self._refusal: Exception | None = None
         """Why the last server that answered will not serve this client; None once it may."""
-        self._why = "nothing came in time"
+        self._why = "no answer in time"
         """Why there is no stream now."""
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -169,8 +169,8 @@ class Link:
                 self._on_stream(stream)
                 why = stream.run()
             except Exception as error:  # a defect; without this thread nothing would ever be connected again
-                _logger.exception("the stream of %s failed unexpectedly", stream.channel.target)
-                why = stream.end(f"unexpected: {error}")
+                _logger.exception("the stream to %s failed unexpectedly", stream.channel.target)
+                why = stream.end(f"unexpected error: {error}")
             self._note_loss(stream, why)
             at += 1
             if time.monotonic() - began < PAUSE_S_MAX:  # a server that accepts streams and ends them at once
@@ -190,7 +190,7 @@ class Link:
         except Unauthenticated as error:
             stream.end(str(error))
             where = self._settings.token_place
-            raise Unauthenticated(f"{self._settings.shown}: {error}. Clients take it from {where}") from None
+            raise Unauthenticated(f"{self._settings.shown}: {error}. A client reads its token from {where}") from None
         except BaseException as error:
             stream.end(str(error))
             if isinstance(error, Unanswered) and not self.was_connected:
@@ -201,7 +201,7 @@ class Link:
         with self._changed:
             self._stream, self._refusal, self.last_hello = stream, None, stream.hello
             self._changed.notify_all()
-        _logger.info("connected to %s, server %s", target, stream.hello.instance)
+        _logger.info("connected to %s, server instance %s", target, stream.hello.instance)
         return stream
 
     def _note_failure(self, error: Exception) -> None:
@@ -227,5 +227,5 @@ class Link:
             self._leaving = [each for each in (*self._leaving, stream) if not each.is_ended]
             self._why = f"the connection to {stream.channel.target} was lost: {why}"
         if not self._closing.is_set():
-            _logger.info("%s; connecting again", self._why)
+            _logger.info("%s; reconnecting", self._why)
             self._on_loss()

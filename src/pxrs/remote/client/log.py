@@ -83,9 +83,9 @@ class RemoteLog(Log):
                     continue
                 if was_sent:
                     raise OutcomeUnknown(
-                        f"{self.url}: {error}; whether the topic {topic.name} was made is not known: look for it"
+                        f"{self.url}: {error}; the topic {topic.name} may have been created: check whether it exists"
                     ) from error
-                raise ReadFailed(f"{self.url}: {error}; the topic {topic.name} was not made") from error
+                raise ReadFailed(f"{self.url}: {error}; the topic {topic.name} was not created") from error
 
     def _handle(self, topic: Topic) -> TopicLog:
         """The topic, as far as the server that has just answered can tell: that of one server, or of a cluster."""
@@ -129,7 +129,7 @@ class RemoteLog(Log):
         except Unanswered as error:
             if error.was_sent:
                 raise OutcomeUnknown(
-                    f"{self.url}: {error}; whether the settings of {name} were changed is not known: look, or repeat it"
+                    f"{self.url}: {error}; the settings of {name} may have been changed: check, or try again"
                 ) from error
             raise ReadFailed(f"{self.url}: {error}; the settings of {name} were not changed") from error
         return self._handle(wire.topic_of(found["topic"]))
@@ -141,7 +141,7 @@ class RemoteLog(Log):
         except Unanswered as error:
             if error.was_sent:
                 raise OutcomeUnknown(
-                    f"{self.url}: {error}; whether the topic {name} was deleted is not known: look for it"
+                    f"{self.url}: {error}; the topic {name} may have been deleted: check whether it exists"
                 ) from error
             raise ReadFailed(f"{self.url}: {error}; the topic {name} was not deleted") from error
 

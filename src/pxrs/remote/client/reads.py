@@ -43,7 +43,7 @@ def fetch(channel: Channel, ticket: Mapping[str, Any], timeout_s: float) -> dict
         text = f"{channel.target}: {text_of(failure)}"
         raise (ReadFailed(text) if is_lasting(failure) else Unanswered(text, was_sent=True)) from None
     except (flight.MalformedMessage, KeyError, TypeError, pa.ArrowException) as error:
-        raise ReadFailed(f"{channel.target}: a message of the server cannot be read: {error}") from error
+        raise ReadFailed(f"{channel.target}: malformed message from the server: {error}") from error
     except ValueError as error:  # the channel is closed
         raise Unanswered(f"{channel.target}: {error}", was_sent=False) from None
     finally:

@@ -68,8 +68,8 @@ class RemoteRegistry(Registry):
     def _snapshot(self, is_written_once: Callable[[str], bool]) -> Snapshot:
         # A token permits some keys, and a snapshot is all of them.
         raise InvalidUrl(
-            f"{self.url}: all keys of a registry at one moment are read from the store itself: run this on the "
-            "server's host, with the registry's own address"
+            f"{self.url}: a snapshot of a registry cannot be read through a server: run this on the server's host, "
+            "with the registry's own address"
         )
 
     def _commit(self, commit: Commit) -> dict[str, int]:

@@ -293,7 +293,7 @@ class RoutedTopic(TopicLog):
         try:
             missing = self._try_all(list(by_partition), store, PartitionMoved, errors=errors)
         except Closed as error:  # by another thread, perhaps while servers are asked, which may store what was sent
-            tell_others(MaybeStored(AppendUnknown(f"{self.name}: {error}; the batch may be stored")))
+            tell_others(MaybeStored(AppendUnknown(f"{self.name}: {error}; the batch may have been stored")))
             return
         except PxrsError as error:  # such as TopicDeleted, between two tries
             if not told and not refused:

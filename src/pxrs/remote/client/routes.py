@@ -120,7 +120,7 @@ class AskedRoutes:
         address = self._owners.get(partition)
         if address is None:
             if not self._asking.acquire(timeout=seconds_left(threading.TIMEOUT_MAX)):
-                raise PartitionMoved(f"{self._topic.name}/{partition}: no broker has told in time who owns it")
+                raise PartitionMoved(f"{self._topic.name}/{partition}: no broker named its owner in time")
             try:
                 address = self._owners.get(partition)
                 if address is None:

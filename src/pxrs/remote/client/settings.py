@@ -57,15 +57,15 @@ class Settings:
         """Raises InvalidUrl."""
         if "namespace" in address.options:
             raise InvalidUrl(
-                f"{address.text}: the namespace is that of the server's registry; give it to `pxrs serve --registry`"
+                f"{address.text}: a server's address takes no namespace; set it with `pxrs serve --registry`"
             )
         if "@" in address.rest:
             raise InvalidUrl(
-                f"{address.scheme}: a server takes no user: give a token by token_file or {TOKEN_VARIABLE}"
+                f"{address.scheme}: a server's address takes no user; pass a token by token_file or {TOKEN_VARIABLE}"
             )
         address.refuse_unknown_options(OPTIONS)
         if address.path:
-            raise InvalidUrl(f"{address.text}: a server takes no path; write {address.scheme}://HOST:PORT")
+            raise InvalidUrl(f"{address.text}: a server's address takes no path; write {address.scheme}://HOST:PORT")
         found = cls(
             address.text,
             tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in address.hosts(PORT)),
@@ -85,7 +85,7 @@ class Settings:
             return f"token_file={self.token_file}"
         if self.given_token is not None:
             return f"{TOKEN_VARIABLE} or ?token_file=FILE in the address; {TOKEN_VARIABLE} is set"
-        return f"{TOKEN_VARIABLE} or ?token_file=FILE in the address; neither is given"
+        return f"{TOKEN_VARIABLE} or ?token_file=FILE in the address; neither is set"
 
     def token(self) -> str | None:
         """The token to send, None if there is none. The file is read each time: a token may be replaced while the
@@ -98,7 +98,7 @@ class Settings:
                 raise InvalidUrl(f"{self.shown}: token_file={self.token_file} cannot be read: {error}") from error
         if token is not None and not (token and token.isascii() and token.isprintable()):
             where = TOKEN_VARIABLE if self.token_file is None else f"token_file={self.token_file}"
-            raise InvalidUrl(f"{self.shown}: {where} holds no token: give one line, as `pxrs token create` prints it")
+            raise InvalidUrl(f"{self.shown}: {where} contains no token: use the line that `pxrs token create` prints")
         return token
 
 

@@ -44,13 +44,13 @@ def refusal(why: str, target: str, settings: Settings) -> PxrsError | None:
         if (untrusted := _UNTRUSTED.search(why)) is not None:
             reason = untrusted[1] or untrusted[2]
             return InvalidUrl(
-                f"{settings.shown}: the certificate of the server {target} is not trusted: {reason}. It must be for "
-                "this host name, and of an authority that this client knows: give that by ca_file=FILE"
+                f"{settings.shown}: the certificate of the server {target} is not trusted: {reason}. It must be issued "
+                "for this host name, by an authority that this client trusts: pass its certificate as ca_file=FILE"
             )
         if "WRONG_VERSION_NUMBER" in why:
             return InvalidUrl(
                 f"{settings.shown}: the server {target} does not use TLS: start it with --tls-cert and --tls-key, or "
-                "leave tls, ca_file, cert_file and key_file out of the address"
+                "remove tls, ca_file, cert_file and key_file from the address"
             )
     if "Socket closed" not in why:
         return None
@@ -59,16 +59,16 @@ def refusal(why: str, target: str, settings: Settings) -> PxrsError | None:
         if found is _Found.UNKNOWN:
             return None
         return InvalidUrl(
-            f"{settings.shown}: the server {target} uses TLS, and the address does not: add ?tls=true, or "
-            "?ca_file=FILE with the authority of its certificate"
+            f"{settings.shown}: the server {target} uses TLS, but the address does not: add ?tls=true, or "
+            "?ca_file=FILE with the certificate of its authority"
         )
     if found is not _Found.WANTS_CERTIFICATE:
         return None
-    told = "needs a certificate of the client"
+    told = "requires a client certificate"
     if settings.certificates.cert is not None:
-        told = "has not accepted the certificate of this client"
+        told = "rejected the certificate of this client"
     return Unauthenticated(
-        f"{settings.shown}: the server {target} {told}: give one of the authority that it knows (--tls-client-ca), by "
+        f"{settings.shown}: the server {target} {told}: pass one issued by the authority of its --tls-client-ca, as "
         "cert_file=FILE and key_file=FILE"
     )
 

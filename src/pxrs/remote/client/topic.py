@@ -176,7 +176,7 @@ class RemoteTopic(TopicLog):
             return NotStored(AppendFailed(f"{self._session.url}: {error}") if isinstance(error, ServerBusy) else error)
         if not may_be:
             return NotStored(AppendFailed(f"{self._session.url}: {error}; nothing was sent"))
-        return MaybeStored(AppendUnknown(f"{self._session.url}: {error}; no answer came, so the batch may be stored"))
+        return MaybeStored(AppendUnknown(f"{self._session.url}: {error}; no answer, so the batch may have been stored"))
 
     def _send(self, parts: Sequence[Sequence[Append]]) -> Sent:
         """Send the parts, once. They are tried again only if nothing of them was sent."""

@@ -115,7 +115,7 @@ def answers() -> Iterator[None]:
             ReadFailed(text_of(failure)) if is_lasting(failure) else Unanswered(text_of(failure), was_sent=True)
         ) from None
     except (flight.MalformedMessage, KeyError, TypeError, pa.ArrowException) as error:
-        raise ReadFailed(f"a message of the server cannot be read: {error}") from error
+        raise ReadFailed(f"malformed message from the server: {error}") from error
     except ValueError as error:  # the channel is closed
         raise Unanswered(str(error), was_sent=False) from None
 
@@ -128,7 +128,7 @@ def kept(connection: Connection, limit: Limit, call: Any) -> Iterator[None]:
             yield
     except grpc.RpcError:
         if limit.is_over:
-            raise Stalled(f"the server did nothing for {limit.seconds:g} s", was_sent=True) from None
+            raise Stalled(f"the transfer made no progress for {limit.seconds:g} s", was_sent=True) from None
         raise
 
 
@@ -175,13 +175,13 @@ def read_range(
                         batch = read_batch(message, about)
                     if batch.base_offset != start or not start < batch.next_offset <= end:
                         raise ReadFailed(
-                            f"{channel.target}: the server has sent offsets {batch.base_offset} to "
-                            f"{batch.next_offset} of {topic}/{partition}, and {start} to {end} were asked for"
+                            f"{channel.target}: the server sent offsets {batch.base_offset} to "
+                            f"{batch.next_offset} of {topic}/{partition}, but {start} to {end} were requested"
                         )
                     start = batch.next_offset
                     patience.note_progress()
                     yield batch
                 if start < end:
-                    raise Unanswered(f"{channel.target}: the stream ended at offset {start}", was_sent=True)
+                    raise Unanswered(f"{channel.target}: the stream ended early, at offset {start}", was_sent=True)
         except (Unanswered, *AWAY) as error:
             patience.after(error)

@@ -61,10 +61,10 @@ class Capability:
     def __post_init__(self) -> None:
         ids = (*self.read, *self.stage)
         if not _QUERY.fullmatch(self.query):
-            raise InvalidArgument("the id of a query has up to 200 letters, digits, '.', '_' or '-'")
+            raise InvalidArgument("the id of a query must be 1 to 200 letters, digits, '.', '_' or '-'")
         is_valid = all(each == ALL or all(_ID.fullmatch(id) for id in each) for each in (self.read, self.stage))
         if len(ids) > TOPICS_MAX or not is_valid:
-            raise InvalidArgument(f"a capability names at most {TOPICS_MAX:,} topics, by their ids, or '*' alone")
+            raise InvalidArgument(f"a capability must name at most {TOPICS_MAX:,} topic ids, or '*' alone")
 
     def grants_of(self, driver: Grants) -> Grants:
         """The permissions as `decisions` takes them. driver: those of the driver's token."""

@@ -95,7 +95,7 @@ def _announce(grants: Grants, names: Names, call: str, arguments: Arguments) -> 
     try:
         id = wire.loads(_text(call, arguments, "feed").encode()).get("topic")
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{call}: feed is no JSON object") from error
+        raise InvalidArgument(f"{call}: feed is not a JSON object") from error
     if not isinstance(id, str):
         raise InvalidArgument(f"{call}: feed names no topic")
     name = names.topic(id)
@@ -152,12 +152,12 @@ def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bo
         try:
             return wire.bytes_of(put[key])
         except ValueError as error:
-            raise InvalidArgument(f"{call}: a value is not base64 text") from error
+            raise InvalidArgument(f"{call}: a value is not a base64 string") from error
 
     expect, delete = _mapping(call, arguments, "expect"), _texts(call, arguments, "delete")
     if len({*expect, *put, *delete}) > KEYS_MAX:
         raise CommitTooLarge(
-            f"{call}: it names more than {KEYS_MAX:,} keys, which no store takes: make several commits"
+            f"{call}: a commit may name at most {KEYS_MAX:,} keys: split it into several commits"
         )
     return may_commit(grants, names, expect, put.keys(), ephemeral.keys(), delete, value_of)
 
@@ -165,14 +165,14 @@ def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bo
 def _text(call: str, arguments: Arguments, name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str):
-        raise InvalidArgument(f"{call}: {name} is not text")
+        raise InvalidArgument(f"{call}: {name} is not a string")
     return value
 
 
 def _texts(call: str, arguments: Arguments, name: str) -> Collection[str]:
     found = arguments.get(name, [])
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise InvalidArgument(f"{call}: {name} is not a list of texts")
+        raise InvalidArgument(f"{call}: {name} is not a list of strings")
     return found
 
 

@@ -121,7 +121,7 @@ class Gate:
                 # Never fail open, and do not lock out everybody because of a typing mistake.
                 problem, is_changed = str(error), False
             if problem is not None and problem != self._problem:
-                _logger.error("the tokens that were known last stay valid: %s", problem)
+                _logger.error("the tokens file was not reloaded, so the tokens read last stay valid: %s", problem)
             elif problem is None and self._problem is not None:
                 _logger.info("the tokens file %s can be read again", self._path)
             self._problem = problem
@@ -270,6 +270,6 @@ def _by_certificate(known: Tokens, identities: Identities) -> Token | None:
 def unauthenticated() -> Unauthenticated:
     """The same error whether a token is missing, wrong, revoked or expired."""
     return Unauthenticated(
-        "the server did not accept the token or certificate of this client, or got none; nothing was done. Give a "
-        "valid token, which `pxrs token create` makes where the server's tokens file is"
+        "the server did not accept the token or certificate of this client, or got none; nothing was done. Use a valid "
+        "token: `pxrs token create` creates one on the host that has the server's tokens file"
     )

@@ -104,17 +104,17 @@ def parse_grants(text: str) -> list[Grant]:
     known = ACTIONS.get(kind)
     if not is_complete or known is None or bool(has_pattern) == (kind in _NAMELESS):
         raise InvalidArgument(
-            f"{text!r} is no grant: write KIND:NAME=ACTION, such as topic:orders=read, group:billing=member, "
+            f"{text!r} is not a grant: write KIND:NAME=ACTION, such as topic:orders=read, group:billing=member, "
             "queue:mail*=take, registry:tenants/eu/=write; or hub=read, hub=admin"
         )
     if kind == "registry" and not _PREFIX.fullmatch(pattern):
         raise InvalidArgument(f"{text!r}: the prefix of keys must end in a slash, such as registry:tenants/eu/=read")
     if kind not in ("registry", *_NAMELESS) and not _NAME.fullmatch(pattern):
-        raise InvalidArgument(f"{text!r}: give a name, the beginning of names with * behind it, or * alone")
+        raise InvalidArgument(f"{text!r}: give a name, a prefix of names followed by *, or * alone")
     chosen = actions.split(",")
     for action in chosen:
         if action not in known:
-            raise InvalidArgument(f"{text!r}: {action!r} is no action of a {kind}; choose from {', '.join(known)}")
+            raise InvalidArgument(f"{text!r}: a {kind} has no action {action!r}; choose from {', '.join(known)}")
     return [Grant(kind, pattern, action) for action in dict.fromkeys(chosen)]
 
 
@@ -129,7 +129,7 @@ class Grants:
         """Raises InvalidArgument."""
         found = tuple(grant for text in texts for grant in parse_grants(text))
         if len(found) > GRANTS_MAX:
-            raise InvalidArgument(f"{len(found):,} grants for one token, and {GRANTS_MAX:,} is the most: use patterns")
+            raise InvalidArgument(f"{len(found):,} grants for one token, the maximum is {GRANTS_MAX:,}: use patterns")
         return cls(found)
 
     @property

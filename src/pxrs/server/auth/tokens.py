@@ -128,7 +128,7 @@ def load(data: bytes) -> Tokens:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidArgument("it is not a JSON object with `version` and `tokens`") from error
     if version != VERSION:
-        raise InvalidArgument(f"its version is {str(version)[:20]}, and this pxrs knows {VERSION}: upgrade pxrs")
+        raise InvalidArgument(f"its version is {str(version)[:20]}, but this pxrs supports {VERSION}: upgrade pxrs")
     if not isinstance(entries, list) or len(entries) > TOKENS_MAX:
         raise InvalidArgument(f"`tokens` is not a list of at most {TOKENS_MAX:,} entries")
     return Tokens.of(_entry(number, each) for number, each in enumerate(entries, 1))
@@ -151,7 +151,7 @@ def _entry(number: int, found: Any) -> Token:
     except InvalidArgument as error:
         raise InvalidArgument(f"entry {number}: {error}") from None
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError):
-        raise InvalidArgument(f"entry {number} lacks a field, or has one of another type") from None
+        raise InvalidArgument(f"entry {number} has a missing field, or a field of the wrong type") from None
     if (token.sha256 is None) == (token.certificate is None):
         raise InvalidArgument(f"entry {number} needs either sha256 or certificate")
     return token
@@ -159,7 +159,7 @@ def _entry(number: int, found: Any) -> Token:
 
 def _matching(form: re.Pattern[str], given: object, field: str) -> str:
     if not isinstance(given, str) or not form.fullmatch(given):
-        raise InvalidArgument(f"`{field}` has not the form that it must have")
+        raise InvalidArgument(f"`{field}` has an invalid format")
     return given
 
 
@@ -190,19 +190,19 @@ def read(path: str) -> tuple[Identity, Tokens]:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidArgument(f"{path} is no regular file")
+                raise InvalidArgument(f"{path} is not a regular file")
             if status.st_mode & stat.S_IWOTH:
-                raise InvalidArgument(f"every user may write {path}, and so give permissions: run `chmod o-w {path}`")
+                raise InvalidArgument(f"any user can write to {path} and so grant permissions: run `chmod o-w {path}`")
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        advice = "; make it with `pxrs token create`" if isinstance(error, FileNotFoundError) else ""
+        advice = "; create it with `pxrs token create`" if isinstance(error, FileNotFoundError) else ""
         raise InvalidArgument(f"the tokens file cannot be read: {disk.explain(error, path)}{advice}") from error
     if len(data) > FILE_BYTES_MAX:
         raise InvalidArgument(f"{path} has more than {FILE_BYTES_MAX:,} bytes")
     try:
         return identity_of(status), load(data)
     except InvalidArgument as error:
-        raise InvalidArgument(f"{path} is no tokens file: {error}") from None
+        raise InvalidArgument(f"{path} is not a tokens file: {error}") from None
 
 
 def identity_of(status: os.stat_result) -> Identity:
@@ -221,9 +221,9 @@ def create(
     """Add an entry to the file, which is made if it is not there. The entry, and the token, which is nowhere else; None
     if the entry is for a certificate. Raises InvalidArgument, NoWritePermission."""
     if not _NAME.fullmatch(name):
-        raise InvalidArgument(f"the name is {name!r}: use up to 100 letters, digits, spaces and any of ._@/-")
+        raise InvalidArgument(f"invalid name {name!r}: use up to 100 letters, digits, spaces and any of ._@/-")
     if certificate is not None and not _CERTIFICATE.fullmatch(certificate):
-        raise InvalidArgument(f"the certificate is {certificate!r}: write CN=NAME or SAN=NAME")
+        raise InvalidArgument(f"invalid certificate {certificate!r}: write CN=NAME or SAN=NAME")
     grants = Grants.parse(allow)
     if not grants.grants:
         raise InvalidArgument("a token needs at least one grant, such as topic:orders=read")
@@ -234,9 +234,9 @@ def create(
         known = read(path)[1] if os.path.lexists(path) else Tokens.of(())
         if certificate is not None and certificate in known.by_certificate:
             other = known.by_certificate[certificate].id
-            raise InvalidArgument(f"{certificate} has the entry {other} already: revoke that one first")
+            raise InvalidArgument(f"{certificate} already has the entry {other}: revoke it first")
         if len(known.by_id) >= TOKENS_MAX:
-            raise InvalidArgument(f"{path} has {TOKENS_MAX:,} entries, which is the most: revoke some")
+            raise InvalidArgument(f"{path} has {TOKENS_MAX:,} entries, the maximum: revoke some")
         _write(path, Tokens.of((*known.by_id.values(), token)))
     return token, secret
 
@@ -248,7 +248,7 @@ def revoke(path: str, which: str) -> Token:
         found = [token for token in known.by_id.values() if which in (token.id, token.name)]
         if len(found) != 1:
             ids = ", ".join(token.id for token in found)
-            what = f"several tokens have the name {which!r}: name one by its id: {ids}" if found else ""
+            what = f"several tokens have the name {which!r}: use an id instead: {ids}" if found else ""
             raise InvalidArgument(what or f"there is no token with the id or name {which!r} in {path}")
         _write(path, Tokens.of(token for token in known.by_id.values() if token is not found[0]))
     return found[0]
@@ -289,7 +289,7 @@ def _locked(path: str) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise InvalidArgument(
-                        f"another process has held the lock of {folder} for {LOCK_S:g} s; is it stopped?"
+                        f"another process has held the lock of {folder} for {LOCK_S:g} s; is it suspended?"
                     ) from None
                 time.sleep(0.01)
         yield

@@ -78,27 +78,27 @@ def sql_table(
         key_column        rows with equal keys stay in one partition, in order. The type is a whole number (as decimal
                           text), text, bytes or UUID. Without it, or where it is null, the id decides
         timestamp_column  the time of the message; without a time zone it is taken as UTC. Without it, the time is 1970
-        identity          names the table in place of its address, so that checkpoints stay when the address changes
+        identity          names the table in place of its address, so that checkpoints are kept when the address changes
         id                the id under which checkpoints are kept, in place of the one that is computed from the address
         notify_channel    PostgreSQL: look when a NOTIFY comes on this channel, instead of every `poll_s` seconds
         settle_s          hold rows back for this time after they were first seen; docs/sources.md says when to use it
         page_bytes, cache_bytes  how much is read at a time, and kept for the other partitions
-        read_timeout      how long PostgreSQL or Oracle may take to answer one query (60 s); then the read fails. An
-                          engine of your own waits as you have set it
+        read_timeout      how long PostgreSQL or Oracle may take to answer one query (60 s); then the read fails. For an
+                          engine of your own, its own settings apply
 
     Raises InvalidUrl, InvalidTopic, MissingDependency at once, and ReadFailed if the database cannot be reached.
     """
     if (value_column is None) == (value_columns is None):
-        raise InvalidTopic(f"{table}: give value_column or value_columns, one of them")
+        raise InvalidTopic(f"{table}: give either value_column or value_columns")
     if isinstance(value_columns, str) or value_columns == ():
-        raise InvalidTopic(f"{table}: value_columns is a list of names")
+        raise InvalidTopic(f"{table}: value_columns must be a list of names, at least one")
     for setting, given in (("poll_s", poll_s), ("page_bytes", page_bytes), ("cache_bytes", cache_bytes)):
         if not given > 0:
-            raise InvalidTopic(f"{table}: {setting} is {given}; give more than 0")
+            raise InvalidTopic(f"{table}: {setting} must be more than 0, not {given}")
     if settle_s is not None and not settle_s >= 0:
-        raise InvalidTopic(f"{table}: settle_s is {settle_s}; give seconds")
+        raise InvalidTopic(f"{table}: settle_s must be a number of seconds, not {settle_s}")
     if id is not None and identity is not None:
-        raise InvalidTopic(f"{table}: give identity or id, one of them")
+        raise InvalidTopic(f"{table}: give identity or id, not both")
     given_s = READ_S_MAX if read_timeout is None else read_timeout
     read_timeout_s = arguments.seconds(InvalidTopic, "read_timeout", given_s)
     columns = Columns(id_column, key_column, value_column, tuple(value_columns or ()), timestamp_column)
@@ -143,11 +143,11 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
     # The address is not shown: its host or database seems to contain a part of the password.
     if has_misplaced_secret(url):
         raise InvalidUrl(
-            "the host or the database in the table's address has '@' or ':' in it, which is probably a part of the "
+            "the host or the database in the table's address contains '@' or ':', which is probably a part of the "
             "password: write postgresql://USER:PASSWORD@HOST/DATABASE, and '@' in a user name or password as %40"
         )
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
-        raise InvalidUrl("a table in SQLite's memory has no address; give the engine")
+        raise InvalidUrl("an in-memory SQLite database has no address; pass its engine")
     url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
     limits: dict[str, int] = {}
     is_limited = "connect_timeout" in url.query or "PGCONNECT_TIMEOUT" in os.environ
@@ -156,7 +156,7 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
     try:
         return sqlalchemy.create_engine(url, pool_pre_ping=True, pool_size=2, connect_args=limits), True
     except sqlalchemy.exc.NoSuchModuleError:
-        raise InvalidUrl(f"{url.drivername}: SQLAlchemy knows no such database") from None
+        raise InvalidUrl(f"{url.drivername}: SQLAlchemy does not support this kind of database") from None
     except ImportError as error:
         extra = "oracle" if url.get_backend_name() == "oracle" else "sql"
         raise MissingDependency(

@@ -27,7 +27,8 @@ def key_bytes(key: Any, column: str) -> bytes | None:
         return str(int(key)).encode()
     if isinstance(key, int) and not isinstance(key, bool):
         return str(key).encode()
-    raise InvalidRecord(f"a key in {column} is a {type(key).__name__}; whole numbers, text, bytes or UUIDs can be keys")
+    raise InvalidRecord(f"a key in {column} has the type {type(key).__name__}; keys must be whole numbers, text, bytes "
+                        "or UUIDs")
 
 
 def micros(moment: Any, column: str) -> int:
@@ -39,7 +40,7 @@ def micros(moment: Any, column: str) -> int:
         except ValueError:
             raise InvalidRecord(f"a time in {column} is {moment!r}; as text it must be like 2026-01-31T12:00") from None
     if not isinstance(moment, datetime):
-        raise InvalidRecord(f"a time in {column} is a {type(moment).__name__}; dates with times can be read")
+        raise InvalidRecord(f"a time in {column} has the type {type(moment).__name__}; it must be a date with a time")
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return microseconds_of(moment)

@@ -134,15 +134,15 @@ class _ReadLimit:
         try:
             start_thread(watch, "pxrs-table-limit")
         except RuntimeError as error:  # the process has as many threads as it may have
-            raise ReadFailed(f"{where}: not read, because nothing would limit the query: {error}") from error
+            raise ReadFailed(f"{where}: not read, because the query's time limit could not be enforced: {error}") from error
         try:
             yield
         except Exception as error:
             if not is_late.is_set():
                 raise
             raise ReadFailed(
-                f"{where}: the database has not answered within {self._seconds:g} s (`read_timeout`): is it stopped, "
-                "or is a query of this table slow?"
+                f"{where}: the database has not answered within {self._seconds:g} s (`read_timeout`): check whether it "
+                "is running, and whether queries of this table are slow"
             ) from error
         finally:
             is_over.set()
@@ -188,13 +188,13 @@ class Table:
             try:
                 found = {column["name"]: column["type"] for column in inspector.get_columns(self._bare, self._schema)}
             except self._sa.exc.NoSuchTableError:
-                raise InvalidTopic(f"{self.address}: there is no table {self._full_name!r}") from None
+                raise InvalidTopic(f"{self.address}: table {self._full_name!r} does not exist") from None
             for name in self._columns.read:
                 if name not in found:
-                    raise InvalidTopic(f"{self._full_name}: no column {name!r}; there are {', '.join(found)}")
+                    raise InvalidTopic(f"{self._full_name}: no column {name!r}; existing: {', '.join(found)}")
             kind = found[self._columns.id]
             if not isinstance(kind, (self._sa.Integer, self._sa.Numeric)) or isinstance(kind, self._sa.Float):
-                raise InvalidTopic(f"{self._full_name}: {self._columns.id} is {kind}, and must be an integer")
+                raise InvalidTopic(f"{self._full_name}: {self._columns.id} is {kind}, but must be an integer")
             if self.dialect == "postgresql":
                 return self._check_postgresql(connection, settle_s)
         mark = None
@@ -211,14 +211,14 @@ class Table:
         sequence = connection.execute(text(_SEQUENCE), given).first()
         doubt = None
         if is_standby:
-            doubt = "this is a standby, which does not know who is writing"
+            doubt = "this server is a standby, which cannot tell which transactions are writing"
         elif kind not in ("r", "p"):
-            doubt = "this is no plain table, and who is writing to those behind it is not known"
+            doubt = "this is not a plain table, so it is not known which transactions are writing to it"
         elif sequence is not None and sequence[1] > 1:
-            doubt = f"its sequence has CACHE {sequence[1]}, so that sessions keep ids for later"
+            doubt = f"its sequence has CACHE {sequence[1]}, so sessions reserve ids for later"
         if doubt and not settle_s:
             raise InvalidTopic(
-                f"{self._full_name}: {doubt}: rows could come behind the reader and be lost; give settle_s"
+                f"{self._full_name}: {doubt}: rows could become visible behind the reader and be missed; set settle_s"
             )
         self._relation = None if doubt else oid
         self._sequence = None if sequence is None or is_standby else sequence[0]

@@ -46,7 +46,7 @@ class Commit:
     def __post_init__(self) -> None:
         _require_order(self.call, self.ret)
         if self.outcome not in ("ok", "conflict", "unknown"):
-            raise ValueError(f"outcome {self.outcome!r} is none of ok, conflict, unknown")
+            raise ValueError(f"outcome {self.outcome!r} is not one of ok, conflict, unknown")
         if self.ret is None and self.outcome != "unknown":
             raise ValueError(f"a commit that never returned has outcome unknown, not {self.outcome}")
         if both := set(self.put) & set(self.delete):

@@ -208,7 +208,7 @@ class _Ledger:
         if isinstance(op, Get):
             return self._flaw_of_get(op)
         if op.outcome == "conflict":
-            return "" if op.expect else "it expects nothing, so nothing can differ"
+            return "" if op.expect else "it has no expectations, so there is nothing to conflict with"
         if set(op.versions) != set(op.put):
             return f"it put {sorted(op.put)} but returned versions of {sorted(op.versions)}"
         for key, version in op.versions.items():
@@ -223,7 +223,7 @@ class _Ledger:
 
     def _flaw_of_get(self, op: Get) -> str:
         if (op.version == ABSENT) != (op.value is None):
-            return "it reports a value of what is absent, or none of what exists"
+            return "it returned a value of an absent key, or no value of an existing one"
         if op.version == ABSENT:
             return ""
         if owner := self._owner.get((op.key, op.version)):

@@ -135,13 +135,13 @@ class Search:
             lines += [f"  {describe(operation, since)}" for operation in prefix[-5:]]
         state = (f"{key} {version_text(version)}" for key, version in zip(problem.keys, node.state, strict=True))
         lines.append(f"which leaves: {', '.join(state)}")
-        lines.append("then none of these leads on, and the first must, before it returns:")
+        lines.append("then none of these can come next, although the first one must before it returns:")
         for i in stuck[:8]:
             lines.append(f"  {describe(problem.steps[i].operation, since)}")
             lines.append(f"    {self._reason(i, node, since)}")
         flawed = [step for i, step in enumerate(problem.steps) if step.flaw and i not in stuck[:8]]
         if flawed:
-            lines.append("and these fit in no order at all:")
+            lines.append("and these are not possible in any order:")
         for step in flawed[:3]:
             lines += [f"  {describe(step.operation, since)}", f"    {step.flaw}"]
         left = tuple(problem.steps[i].operation for i in stuck)
@@ -152,7 +152,7 @@ class Search:
         if step.flaw:
             return step.flaw
         if step.is_conflict and not step.holds(node.state):
-            return "every expectation holds here, and a conflict needs one that does not"
+            return "all its expectations hold here, but a conflict needs one that does not"
         for key, version in step.needs:
             if not step.is_conflict and node.state[key] != version:
                 return f"{self.problem.keys[key]} is {version_text(node.state[key])}, not {version_text(version)}"
@@ -160,4 +160,4 @@ class Search:
         if lost:
             observer = self.problem.steps[(lost & -lost).bit_length() - 1].operation
             return f"it would overwrite what is still to be observed by: {describe(observer, since)}"
-        return "it fits here, but nothing that follows does"
+        return "it is possible here, but then nothing else is"

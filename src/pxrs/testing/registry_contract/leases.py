@@ -63,7 +63,7 @@ class Leases(Fixtures):
         with other.watch("m") as watch:
             began = time.monotonic()
             while other.get("m") is not None:
-                assert watch.wait(limit), "nobody told the watcher of the expiry"
+                assert watch.wait(limit), "the expiry did not wake the watch"
                 assert time.monotonic() - began < limit
         assert SYSTEM.now() >= lease.deadline
         assert not lease.alive
@@ -74,10 +74,10 @@ class Leases(Fixtures):
             lease = registry.lease(LONG_S)
             registry.commit(expect={"guard": version}, lease=lease)
             end_in_store(lease)
-            assert lease.alive, "its holder has not noticed"
+            assert lease.alive, "the holder has not noticed yet"
             with pytest.raises(LeaseExpired):
                 registry.commit(expect={"guard": version}, lease=lease, **write)
-            assert lease.lost.is_set(), "the store has said that it has ended"
+            assert lease.lost.is_set(), "the store reported that the lease has ended"
             lease.close()
         assert [e.key for e in store.open().scan("")] == ["guard"]
 
@@ -195,7 +195,7 @@ class Leases(Fixtures):
             with registry.lease(ttl) as busy, other.watch("left") as watch:  # the handle's own renewals do not count
                 until = time.monotonic() + left.ttl + store.backend.expiry_slack
                 while other.get("left") is not None:
-                    assert time.monotonic() < until, "it is renewed though nobody asked for it"
+                    assert time.monotonic() < until, "the lease is renewed although nobody renews it"
                     pace.step()
                     assert kept.renew() == kept.deadline > SYSTEM.now()
                     registry.commit(put={"busy": b""}, lease=busy)
@@ -221,7 +221,7 @@ class Leases(Fixtures):
             except (AssertionError, LeaseExpired):
                 if not pace.was_held_up():
                     raise
-        pytest.fail("this process was held up in each measurement")
+        pytest.fail("this process was delayed in every measurement")
 
     def test_w2_another_handle_attaches_commits_renews_and_ends(
         self, store: Store, registry: Registry, ttl: float
@@ -239,7 +239,7 @@ class Leases(Fixtures):
         assert [e.key for e in registry.scan("m/")] == ["m/1", "m/2", "m/3"]
         attached.end()
         assert registry.scan("m/") == []
-        assert lease.alive, "its holder has not noticed"
+        assert lease.alive, "the holder has not noticed yet"
         with pytest.raises(LeaseExpired):
             registry.commit(put={"guard": b"late"}, lease=lease)
         with pytest.raises(LeaseExpired):
@@ -271,7 +271,7 @@ class Leases(Fixtures):
             said.add(str(refused.value))
         with pytest.raises(LeaseExpired):
             store.open(f"{store.namespace}x").attach(lease.secret)
-        assert len(said) == 1, "the same for a lease that has ended and for a secret that none ever had"
+        assert len(said) == 1, "an ended lease and an unknown secret must give the same error"
         with pytest.raises(InvalidArgument):
             registry.attach(None)  # type: ignore[arg-type]
         registry.commit(put={"a": b""}, lease=lease)

@@ -68,7 +68,7 @@ class Races(Fixtures):
             )
             last = one.get(c)
             assert last is not None
-            assert (one.get(a) is not None) == (last.value == b"two"), f"round {i}: neither order gives this"
+            assert (one.get(a) is not None) == (last.value == b"two"), f"round {i}: neither order gives this result"
 
     def test_no_increment_is_lost(self, store: Store) -> None:
         handles = [store.open() for _ in range(3)]

@@ -80,7 +80,7 @@ def end_in_store(lease: Lease) -> None:
 class Fixtures:
     @pytest.fixture
     def backend(self) -> Backend:
-        raise NotImplementedError("a contract test class says which backend it tests")
+        raise NotImplementedError("override `backend`: the backend under test")
 
     @pytest.fixture
     def store(self, backend: Backend) -> Iterator[Store]:

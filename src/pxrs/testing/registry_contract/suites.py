@@ -84,7 +84,7 @@ class SharedRegistryContract(RegistryContract):
                 quieten(watch)
                 holder.signal(signal.SIGKILL)
                 while registry.get("m") is not None:
-                    assert watch.wait(ttl + store.backend.expiry_slack), "nobody told the watcher"
+                    assert watch.wait(ttl + store.backend.expiry_slack), "the expiry did not wake the watch"
 
     def test_w2_kill_9_of_the_process_does_not_end_an_unrenewed_lease(self, store: Store) -> None:
         registry = store.open()
@@ -107,7 +107,7 @@ class SharedRegistryContract(RegistryContract):
             with registry.watch("m") as watch:
                 holder.signal(signal.SIGSTOP)
                 while registry.get("m") is not None:
-                    assert watch.wait(ttl + store.backend.expiry_slack), "nobody told the watcher"
+                    assert watch.wait(ttl + store.backend.expiry_slack), "the expiry did not wake the watch"
             registry.commit(expect={"m": ABSENT}, put={"owner": b"other"})
             holder.signal(signal.SIGCONT)
             with pytest.raises(LeaseExpired):

@@ -87,7 +87,7 @@ class Watches(Fixtures):
                 assert entry.version == version
                 writer.commit(delete=["w/a"])
                 while reader.get("w/a") is not None or not watch.wait(0.0):
-                    assert watch.wait(30), "it was seen, it went, and nobody was told"
+                    assert watch.wait(30), "the key was deleted, and the watch was not woken"
                     break
 
     def test_close_wakes_the_waiter(self, registry: Registry) -> None:
@@ -129,7 +129,7 @@ class Watches(Fixtures):
                 assert watches[57].wait(30)
             quieten(first)
             other.commit(put={"w/0": b"1"})
-            assert first.wait(30), "those who closed their handles have taken this one's prefix along"
+            assert first.wait(30), "closing the other handles ended the watch of this one"
 
     def test_a_prefix_is_watched_again_after_its_last_handle_was_closed(self, store: Store, registry: Registry) -> None:
         other = store.open()
@@ -148,15 +148,15 @@ class Watches(Fixtures):
                 called.clear()
                 other.commit(put={"w/a": b"1"})
                 assert called.wait(30)
-                assert watch.wait(30), "the flag is raised too"
+                assert watch.wait(30), "the watch must be woken too"
             quieten(watch)
             called.clear()
             watch.subscribe(later.set)
             other.commit(put={"w/a": b"2"})
             assert later.wait(30)
-            assert not called.is_set(), "its subscription has ended"
+            assert not called.is_set(), "the subscription has ended"
             later.clear()
-        assert later.is_set(), "closing wakes"
+        assert later.is_set(), "closing must wake the watch"
 
 
 def _descriptors() -> int:

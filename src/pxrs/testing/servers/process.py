@@ -152,9 +152,9 @@ class Server(abc.ABC):
     def wait_until_ready(self, timeout_s: float = START_S_MAX) -> None:
         """Return once the server serves; raise with the end of its log if it ends or takes too long."""
         if not wait_until(lambda: not self.is_running or self.is_ready(), timeout_s):
-            raise ServerFailed(f"{self!r} did not serve within {timeout_s} s:\n{self.log_tail()}")
+            raise ServerFailed(f"{self!r} was not ready within {timeout_s} s:\n{self.log_tail()}")
         if not self.is_running:
-            raise ServerFailed(f"{self!r} has ended{self._how()}:\n{self.log_tail()}")
+            raise ServerFailed(f"{self!r} exited{self._how()}:\n{self.log_tail()}")
 
     def fault(self, timeout_s: float = START_S_MAX) -> str | None:
         """Why the server does not serve: it is paused, has ended, or does not answer within `timeout_s`; with the end
@@ -264,7 +264,7 @@ class Server(abc.ABC):
 
     def _running(self) -> subprocess.Popen[bytes] | Forked:
         if self._process is None or self._process.poll() is not None:
-            raise ServerFailed(f"{self!r} does not run:\n{self.log_tail()}")
+            raise ServerFailed(f"{self!r} is not running:\n{self.log_tail()}")
         return self._process
 
     def _processes(self) -> list[psutil.Process]:

@@ -53,7 +53,7 @@ def headers_of(
             position += header.frame_bytes
             piece_bytes = PIECE_BYTES if header.frame_bytes < PIECE_BYTES else HEADER_BYTES
         if position == begin:
-            raise DamagedFrame(path, position, "no whole header is left in what was published")
+            raise DamagedFrame(path, position, "the published part of the file has no whole header here")
 
 
 def next_frame(view: memoryview, path: str, begin: int, limit: int, place: int | None = None) -> int:

@@ -93,6 +93,6 @@ def next_segment(folder: str, base: int, *, is_emptied: bool = False) -> OpenSeg
     if is_emptied:
         segment.cut(0)
     elif segment.size:
-        raise DamagedFrame(segment.path, 0, "a segment with messages lies where the next one is to begin")
+        raise DamagedFrame(segment.path, 0, "a segment with messages exists where the next one must begin")
     disk.sync_folder(folder)
     return segment
