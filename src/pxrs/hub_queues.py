@@ -40,7 +40,9 @@ class HubQueues:
 
         store = self._parts.queue_store()
         if unknown := sorted(set(changes) - {"policy", "backoff"}):
-            raise InvalidQueue(f"{name}: {unknown[0]} cannot be changed: create another queue, and move the items there")
+            raise InvalidQueue(
+                f"{name}: {unknown[0]} cannot be changed: create another queue, and move the items there"
+            )
         if not changes:
             raise InvalidQueue(f"{name}: name at least one setting to change")
         return QueueHandle(store, store.catalog.alter(name, dict(changes)))

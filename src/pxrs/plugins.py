@@ -41,8 +41,10 @@ def function_named(
             f"{entry_point_group})"
         )
     if len(found) > 1:
-        raise refusal(f"{setting} {name!r}: installed packages define it differently: {', '.join(sorted(found))}; "
-                      "remove all but one")
+        raise refusal(
+            f"{setting} {name!r}: installed packages define it differently: {', '.join(sorted(found))}; "
+            "remove all but one"
+        )
     ((value, entry),) = found.items()
     try:
         function = entry.load()

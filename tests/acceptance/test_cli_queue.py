@@ -167,7 +167,10 @@ def test_options_that_do_not_go_together_are_named(call: Call, arguments: tuple[
         (("dead", "purge", "nope", "--yes"), "no queue 'nope'"),
         (("create", "jobs"), "queue 'jobs' already exists"),
         (("create", "a/b"), "queue name 'a/b'"),
-        (("create", "new", "--policy", "consume-times", "--times", "0"), "ConsumeTimes: times must be a whole number from 1"),
+        (
+            ("create", "new", "--policy", "consume-times", "--times", "0"),
+            "ConsumeTimes: times must be a whole number from 1",
+        ),
         (("put", "jobs", "x", "--delay", "-1"), "value 1: delay is -1.0"),
         (("put", "strict", "x", "--priority", "1"), "value 1: queue strict is a FIFO queue"),
         (("list", "--at", "typo"), "there is no directory typo"),

@@ -70,7 +70,9 @@ def test_an_installed_package_adds_a_log_and_a_registry() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_a_log_without_a_registry_of_its_own_needs_one_to_be_given() -> None:
-    with pytest.raises(InvalidUrl, match=r"lone:x has no registry of its own: pass the registry's address as registry="):
+    with pytest.raises(
+        InvalidUrl, match=r"lone:x has no registry of its own: pass the registry's address as registry="
+    ):
         pxrs.open("lone:x")
     pxrs.open("lone:x", "memory:").close()
 

@@ -191,7 +191,9 @@ def test_f7_an_assignor_that_cannot_be_loaded_is_refused(package: Path) -> None:
     with pytest.raises(InvalidGroup, match=r"choose from sticky, range, round-robin, absent, last, .*, to-two, or"):
         assignor_named("best")
     install(package, "shelves", PLUGINS, "last", "sticky")
-    with pytest.raises(InvalidGroup, match=r"packages define it differently: racks_assignors:last, shelves_assignors:last"):
+    with pytest.raises(
+        InvalidGroup, match=r"packages define it differently: racks_assignors:last, shelves_assignors:last"
+    ):
         assignor_named("last")
     assert assignor_named("sticky") is sticky, "no package replaces one of pxrs"
 

@@ -136,7 +136,10 @@ def test_x14_a_dead_letter_is_logged(hub: Hub, records: Callable[[], list[loggin
     run_to_the_end(hub, on_error="dead-letter", dead_letters="dead")
     (record,) = records()
     assert (record.levelno, bool(record.exc_info)) == (logging.WARNING, True)
-    assert "t/0 offset 0: the handler failed, sending the message to the dead-letter topic: ValueError" in record.getMessage()
+    assert (
+        "t/0 offset 0: the handler failed, sending the message to the dead-letter topic: ValueError"
+        in record.getMessage()
+    )
 
 
 def test_x14_a_handler_that_fails_on_every_message_does_not_flood_the_log(

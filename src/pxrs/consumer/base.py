@@ -291,8 +291,9 @@ class BaseConsumer(ABC, Generic[P]):
         self._lifetime.check_usable()
         self._settling.check_possible(Event.CHECKPOINT)
         if self._events.is_in_callback:
-            raise InvalidGroup("a checkpoint in a transaction can be written only by the thread that reads, not in a "
-                               "callback")
+            raise InvalidGroup(
+                "a checkpoint in a transaction can be written only by the thread that reads, not in a callback"
+            )
         self._settling.hold(transaction)
 
     def commit_with(self, write: CommitMore) -> dict[str, int]:
@@ -300,8 +301,9 @@ class BaseConsumer(ABC, Generic[P]):
         self._lifetime.check_usable()
         self._settling.check_possible(Event.CHECKPOINT)
         if self._events.is_in_callback:
-            raise InvalidGroup("a checkpoint in a transaction can be written only by the thread that reads, not in a "
-                               "callback")
+            raise InvalidGroup(
+                "a checkpoint in a transaction can be written only by the thread that reads, not in a callback"
+            )
         return self._settling.commit_with(write)
 
     # The owned partitions. These may be called from any thread, also in callbacks; they make no call of the registry
@@ -441,8 +443,11 @@ class BaseConsumer(ABC, Generic[P]):
             return
         name, self._lifetime.is_closed = repr(self), True
         dropped.apart(_leave, self._member, self.hub)
-        dropped.warn(name, "its member leaves the group; messages in hand are not done, and other members handle them "
-                           "again", self)
+        dropped.warn(
+            name,
+            "its member leaves the group; messages in hand are not done, and other members handle them again",
+            self,
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -233,8 +233,9 @@ class Runner:
                     )
                     failed("released")
                     return False
-                self._log_failure(logging.WARNING, message, error, failure, "sending the message to the dead-letter "
-                                                                            "topic")
+                self._log_failure(
+                    logging.WARNING, message, error, failure, "sending the message to the dead-letter topic"
+                )
                 second = self._send_dead_letter(message, failure)
                 if second is None:
                     self._report("message.dead_lettered", lane, message, failure)

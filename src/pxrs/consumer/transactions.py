@@ -260,8 +260,9 @@ class _Loop:
                 if not self.begin(borrowed):
                     return False
                 if not borrowed.is_sqlite and borrowed.is_autocommit():
-                    raise InvalidGroup(f"the engine {self.engine.url!r} is in AUTOCOMMIT mode: use one with "
-                                       "transactions")
+                    raise InvalidGroup(
+                        f"the engine {self.engine.url!r} is in AUTOCOMMIT mode: use one with transactions"
+                    )
                 version = borrowed.lock(key)
             except DriverError as error:
                 if borrowed.fault_of(error) is Fault.MISSING:
@@ -388,17 +389,20 @@ class _Taken:
     def _check_body(self) -> None:
         """Raise InvalidGroup if the user's code has ended the transaction, or has called `ack` or `seek`."""
         if self._transaction is None or not self._transaction.is_active:
-            raise InvalidGroup("the loop body has ended the transaction: only the loop may do that; raise an exception "
-                               "to undo a batch")
+            raise InvalidGroup(
+                "the loop body has ended the transaction: only the loop may do that; raise an exception to undo a batch"
+            )
         lane = self._lane
         if not lane.is_lost and (lane.done != self._start or lane.position != self._end):
-            raise InvalidGroup("`ack` or `seek` was called in the body of a transaction: the COMMIT acknowledges the "
-                               "batch")
+            raise InvalidGroup(
+                "`ack` or `seek` was called in the body of a transaction: the COMMIT acknowledges the batch"
+            )
 
     def _refuse_commit(self) -> None:
         if not self._may_commit:
-            raise InvalidGroup("commit was called in the loop body: the loop commits when it is asked for the next "
-                               "batch")
+            raise InvalidGroup(
+                "commit was called in the loop body: the loop commits when it is asked for the next batch"
+            )
 
     def _is_worth_another_try(self, error: DriverError) -> bool:
         """Whether the database aborted the transaction in favour of another one, or its outcome is not known."""

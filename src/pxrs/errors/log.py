@@ -191,8 +191,9 @@ class OffsetTrimmed(LogError):
 
     def __init__(self, place: str, offset: int, first_offset: int) -> None:
         self.place, self.offset, self.first_offset = place, offset, first_offset
-        super().__init__(f"{place}: offset {offset} was removed by retention; the first remaining offset is "
-                         f"{first_offset}")
+        super().__init__(
+            f"{place}: offset {offset} was removed by retention; the first remaining offset is {first_offset}"
+        )
 
 
 class DamagedFrame(LogError):

@@ -235,8 +235,9 @@ class GroupHandle:
         return paused.offset
 
     def _paused_elsewhere(self, topic: str, partition: int) -> GroupError:
-        return GroupError(f"group {self.name}: {topic}/{partition} is now paused at another message; check that "
-                          "message first")
+        return GroupError(
+            f"group {self.name}: {topic}/{partition} is now paused at another message; check that message first"
+        )
 
     def paused(self, topic: str, partition: int) -> Paused:
         """The message that a partition is paused at, and why. Raises GroupError if the partition is not paused."""

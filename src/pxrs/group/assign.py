@@ -104,8 +104,9 @@ def targets_of(name: str, members: Sequence[str], partitions: int, before: Seque
     there = set(members)
     for number, target in enumerate(targets):
         if not isinstance(target, str) or target not in there:
-            raise AssignorFailed(name, f"it assigned partition {number} to {target!r}, which is not a member of the "
-                                       "group")
+            raise AssignorFailed(
+                name, f"it assigned partition {number} to {target!r}, which is not a member of the group"
+            )
     return targets
 
 

@@ -138,8 +138,10 @@ class Joining(Incarnation):
         if other.is_alone:
             raise GroupActive(f"group {group} is used exclusively by {named}: stop it, or use another group")
         if self.member.is_alone:
-            raise GroupActive(f"group {group} already has the member {named}, and this member does not share the "
-                              "group: stop it, use another group, or share the group")
+            raise GroupActive(
+                f"group {group} already has the member {named}, and this member does not share the "
+                "group: stop it, use another group, or share the group"
+            )
 
     def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
         """Whether the group is recorded to read this member's hub, and the version of the key that says so.

@@ -99,7 +99,9 @@ def not_committed(
     if protocol is not None:
         numbers = sorted(protocol.held.copy()) if is_last else protocol.due()
     partitions = session.settings.source.named(numbers)
-    reason = f"{error}; other members claim the unreleased partitions when the lease has ended" if is_last else str(error)
+    reason = (
+        f"{error}; other members claim the unreleased partitions when the lease has ended" if is_last else str(error)
+    )
     # The outcome is unknown also if the mutex could not be had: what is done may be in a commit that the thread with
     # the mutex waits for. And if an earlier commit of these partitions was sent without an answer.
     is_unknown = isinstance(error, OutcomeUnknown | Busy)

@@ -105,8 +105,9 @@ def _checked(offsets: dict[int, int], source: Offsets, starts: Starts) -> dict[i
     """The offsets, by partition. Raises if one is not in the log, or lies before `starts`."""
     for partition, offset in offsets.items():
         if not _is_count(offset):
-            raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is not an offset; give a whole number, 0 or "
-                               "larger")
+            raise InvalidGroup(
+                f"{source.name}/{partition}: {offset!r} is not an offset; give a whole number, 0 or larger"
+            )
     if source.has_gaps:
         for partition, offset in offsets.items():
             # Members would be refused there too, when they read.

@@ -105,9 +105,7 @@ class Rounds:
             with self._session.procedure():
                 due_at = self._act()
             if due_at is None:
-                _logger.warning(
-                    "group %s, member %s: work is left after %d passes", self._group, self._name, LOOKS_MAX
-                )
+                _logger.warning("group %s, member %s: work is left after %d passes", self._group, self._name, LOOKS_MAX)
             self.outage.worked()
             self._session.failure = None
         except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:

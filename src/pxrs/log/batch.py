@@ -225,7 +225,9 @@ def received_payload(data: pa.Buffer, codec: int) -> Payload:
         records = pa.ipc.read_record_batch(data, SCHEMA)
         records.validate(full=True)
     except (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError) as error:
-        raise InvalidRecord(f"the batch is not an Arrow record batch with the log's columns: {str(error)[:500]}") from error
+        raise InvalidRecord(
+            f"the batch is not an Arrow record batch with the log's columns: {str(error)[:500]}"
+        ) from error
     times = records.column("timestamp")
     if not 0 < records.num_rows <= GAP_ROWS_MAX or times.null_count:
         raise InvalidRecord("the batch is empty or has too many records, or a record has no timestamp")

@@ -125,8 +125,9 @@ class Producers:
                 continue
             known = seen.get(origin.producer) or self._known.get(origin.producer)
             if known is None and self._may_be_forgotten(each):
-                raise UnknownProducer(f"{_name(origin)}: the state of some producers was discarded, and this may be "
-                                      "one of them")
+                raise UnknownProducer(
+                    f"{_name(origin)}: the state of some producers was discarded, and this may be one of them"
+                )
             offset = _check(origin, known, self.lost)
             if offset is not None:
                 placed.append(Placement(offset, False))
@@ -240,11 +241,14 @@ def _check(origin: Origin, known: _Known | None, lost: int) -> int | None:
     if origin.sequence == last + 1:
         return None
     if origin.sequence > last and known.batches[-1][1] < lost:
-        raise UnknownProducer(f"{name}: the last batch that can be read is {last}, and a gap up to offset {lost} "
-                              "follows")
+        raise UnknownProducer(
+            f"{name}: the last batch that can be read is {last}, and a gap up to offset {lost} follows"
+        )
     if origin.sequence > last:
         raise SequenceGap(f"{name}: the last stored batch is {last}")
     for sequence, offset in known.batches:
         if sequence == origin.sequence:
             return offset
-    raise UnknownProducer(f"{name}: the last stored batch is {last}, and only the last {BATCHES_KEPT} are remembered", stored)
+    raise UnknownProducer(
+        f"{name}: the last stored batch is {last}, and only the last {BATCHES_KEPT} are remembered", stored
+    )

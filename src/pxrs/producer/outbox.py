@@ -250,8 +250,9 @@ class Outbox:
 
     def check_usable(self) -> None:
         if self.is_forked:
-            raise UsedAfterFork(f"the producer of {self.name} was created before a fork: create another one in the "
-                                "child")
+            raise UsedAfterFork(
+                f"the producer of {self.name} was created before a fork: create another one in the child"
+            )
         if self.is_closing:
             raise Closed(f"the producer of {self.name} was closed")
 

@@ -71,14 +71,13 @@ def read_table(table: pa.Table | pa.RecordBatch, partitions: int, row_bytes_max:
         columns["partition"] = _read_column(table, "partition", pa.int32())
         least, most = pc.min_max(columns["partition"]).values()
         if least.is_valid and not 0 <= least.as_py() <= most.as_py() < partitions:
-            raise InvalidRecord(f"the column partition has {least} to {most}, but the topic has partitions 0 to "
-                                f"{partitions - 1}")
+            raise InvalidRecord(
+                f"the column partition has {least} to {most}, but the topic has partitions 0 to {partitions - 1}"
+            )
     _check_headers(columns["headers"])
     longest = pc.max(_row_bytes(columns)).as_py() or 0
     if longest > row_bytes_max:
-        raise InvalidRecord(
-            f"a row has {longest:,} bytes of key, value and headers; the limit is {row_bytes_max:,}"
-        )
+        raise InvalidRecord(f"a row has {longest:,} bytes of key, value and headers; the limit is {row_bytes_max:,}")
     columns["timestamp"] = columns["timestamp"].fill_null(
         pa.scalar(time.time_ns() // 1000, pa.int64()).cast(SCHEMA.field("timestamp").type)
     )

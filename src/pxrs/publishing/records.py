@@ -287,7 +287,9 @@ def published_spans(
         try:
             manifest = Manifest.load(entry)
         except RegistryCorrupt as error:
-            _logger.warning("%s cannot be read, so whether this query's last batch is published is not known: %s", entry.key, error)
+            _logger.warning(
+                "%s cannot be read, so whether this query's last batch is published is not known: %s", entry.key, error
+            )
             continue
         for (topic, partition), span in spans.items():
             source, number = f"{group}/{topic}", str(partition)

@@ -74,8 +74,9 @@ class QueueCatalog:
                 return self._create(asked)
             except QueueExists:
                 continue  # another process created it between the two calls: compare its settings
-        raise RegistryUnavailable(f"queue {name!r} was created and deleted by other processes {ATTEMPTS_MAX} times; "
-                                  "try again")
+        raise RegistryUnavailable(
+            f"queue {name!r} was created and deleted by other processes {ATTEMPTS_MAX} times; try again"
+        )
 
     def _create(self, queue: Queue) -> Queue:
         try:
@@ -190,8 +191,9 @@ class QueueCatalog:
                 if not isinstance(error, Conflict) or not set(error.keys).isdisjoint(owned()):
                     raise
             time.sleep(random.random() * min(0.001 * 2**count, _PAUSE_S_MAX))
-        raise RegistryUnavailable(f"{self._registry.url}: commits of other processes conflicted with this one "
-                                  f"{ATTEMPTS_MAX} times; try again")
+        raise RegistryUnavailable(
+            f"{self._registry.url}: commits of other processes conflicted with this one {ATTEMPTS_MAX} times; try again"
+        )
 
     def delete(self, name: str) -> None:
         """Delete a queue with its items. What was taken from it cannot be committed any more.

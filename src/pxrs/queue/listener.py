@@ -127,8 +127,10 @@ class QueueListener:
             if self._stopping.is_set():
                 raise Closed(f"the listener of queue {self.queue.name} was stopped: create another one")
             if self._threads:
-                raise InvalidQueue(f"the listener of queue {self.queue.name} was started, so its threads handle the "
-                                   "items: use a listener that is not started")
+                raise InvalidQueue(
+                    f"the listener of queue {self.queue.name} was started, so its threads handle the "
+                    "items: use a listener that is not started"
+                )
         store = self.queue.store
         queue = store.catalog.queue(self.queue.name)
         store.end_delays(queue)

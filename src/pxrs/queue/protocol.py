@@ -316,7 +316,9 @@ class TransactionProtocol:
             try:
                 yield from return_pending(self.unresolved[0], reason, self.limits)
             except OutcomeUnknown as error:
-                raise RegistryUnavailable(f"it is not known yet which items an earlier take has taken: {error}") from error
+                raise RegistryUnavailable(
+                    f"it is not known yet which items an earlier take has taken: {error}"
+                ) from error
             del self.unresolved[0]
 
     def taken_by_queue(self) -> Counter[str]:

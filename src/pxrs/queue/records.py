@@ -74,8 +74,9 @@ class Queue:
         if not isinstance(self.policy, Policy):
             raise InvalidQueue(f"policy must be AtLeastOnce(), ConsumeTimes(k) or ConsumeOnce(), not {self.policy!r}")
         if self.backoff is not None and not isinstance(self.backoff, FixedBackoff | ExponentialBackoff):
-            raise InvalidQueue("backoff must be FixedBackoff(...), ExponentialBackoff(...) or None, not "
-                               f"{self.backoff!r}")
+            raise InvalidQueue(
+                f"backoff must be FixedBackoff(...), ExponentialBackoff(...) or None, not {self.backoff!r}"
+            )
 
     def differences(self, asked: Queue) -> dict[str, tuple[object, object]]:
         """The settings in which a queue that is to be created would differ from this one, by the argument of

@@ -198,8 +198,9 @@ class Transaction:
             if not hasattr(inbox, "enlist_in"):
                 raise InvalidItem(f"{inbox!r} is not a consumer")
             if inbox.registry is not self._registry:
-                raise InvalidItem("the consumer belongs to another hub: open the consumer and the transaction with the "
-                                  "same hub")
+                raise InvalidItem(
+                    "the consumer belongs to another hub: open the consumer and the transaction with the same hub"
+                )
             count = inbox.partitions_in_hand()
             more = count - self._inboxes.get(inbox, 0)
             if more > 0:

@@ -85,8 +85,9 @@ class Address:
             host, slash, rest = path[2:].partition("/")
             path = slash + rest
         if host not in ("", "localhost"):
-            raise InvalidUrl(f"{self.text}: file: takes no host, but got {host!r}; write file:DIR or "
-                             "file:///absolute/dir")
+            raise InvalidUrl(
+                f"{self.text}: file: takes no host, but got {host!r}; write file:DIR or file:///absolute/dir"
+            )
         if not path:
             raise InvalidUrl(f"{self.text}: the directory is missing; write file:DIR")
         directory = Path(path).absolute()

@@ -157,7 +157,9 @@ class Registry(ABC):
         try:
             commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
         except TypeError as error:
-            raise InvalidKey(f"expect, put and ephemeral must be mappings, and delete an iterable of keys: {error}") from error
+            raise InvalidKey(
+                f"expect, put and ephemeral must be mappings, and delete an iterable of keys: {error}"
+            ) from error
         check_commit(commit, self.limits)
         if lease is not None:
             if lease.alive and not self._has_given_out(lease):

@@ -300,8 +300,9 @@ def checked_name(name: str) -> str:
 
 def _open(record: RegisteredSource, url: str, identity: str | None) -> SqlTable:
     if record.kind != KIND:
-        raise InvalidTopic(f"source {record.name} is of the kind {record.kind!r}, which this version of pxrs does not "
-                           "support")
+        raise InvalidTopic(
+            f"source {record.name} is of the kind {record.kind!r}, which this version of pxrs does not support"
+        )
     from pxrs.sources.sql_table import sql_table
 
     return sql_table(

@@ -57,7 +57,9 @@ def forget(parts: HubParts, topic: str) -> None:
     try:
         _forget(parts, topic)
     except PxrsError as error:
-        _logger.warning("topics/%s/ of a deleted topic stays in the registry until the janitor removes it: %s", topic, error)
+        _logger.warning(
+            "topics/%s/ of a deleted topic stays in the registry until the janitor removes it: %s", topic, error
+        )
 
 
 def forget_published(parts: HubParts, topic: str) -> None:

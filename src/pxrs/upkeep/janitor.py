@@ -137,7 +137,11 @@ class Janitor:
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads is reached, or the process is ending
-            _logger.warning("the upkeep thread of %s could not be started; the next producer tries again: %s", self._parts.url, error)
+            _logger.warning(
+                "the upkeep thread of %s could not be started; the next producer tries again: %s",
+                self._parts.url,
+                error,
+            )
             return
         self._thread = thread
 

@@ -116,7 +116,9 @@ def test_k2_a_smaller_version_of_a_name_is_refused_with_advice_that_helps(place:
     """A new checkpoint location, which is the advice for a query's own id, would not help."""
     writer = Writer(place, is_routed=is_routed)
     writer.write(5, b"one")
-    with pytest.raises(BatchRefused, match=r"audit has already written version 5, and now comes with 4\. .*another txnAppId"):
+    with pytest.raises(
+        BatchRefused, match=r"audit has already written version 5, and now comes with 4\. .*another txnAppId"
+    ):
         writer.write(4, b"other")
     assert arrived(place) == Counter([b"one"])
 

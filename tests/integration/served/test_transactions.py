@@ -96,7 +96,10 @@ def test_an_engine_of_another_database_is_refused(place: ServedPlace, tmp_path: 
 def test_a_registry_that_is_in_no_database_is_refused(hub: Hub, tmp_path: Path) -> None:
     hub.create_topic("t", partitions=1)
     engine = create_engine(f"sqlite:///{tmp_path}/shop.db")
-    with hub.consumer("t", "g", until="end") as inbox, pytest.raises(InvalidGroup, match="is not a PostgreSQL or SQLite"):
+    with (
+        hub.consumer("t", "g", until="end") as inbox,
+        pytest.raises(InvalidGroup, match="is not a PostgreSQL or SQLite"),
+    ):
         next(inbox.transactions(engine))
     engine.dispose()
 

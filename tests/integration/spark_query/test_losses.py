@@ -225,7 +225,9 @@ def test_an_outage_that_does_not_end_ends_the_query_with_advice(away: tuple[Hub,
         end, _ = run_batch(query, start)
         outage.renews = True
         outage.begin()
-        with pytest.raises(RegistryUnavailable, match=r"could not be reached for the whole time of the lease.* Start the query again"):
+        with pytest.raises(
+            RegistryUnavailable, match=r"could not be reached for the whole time of the lease.* Start the query again"
+        ):
             query.finish(end)
         outage.is_on = False
 

@@ -423,7 +423,9 @@ def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:
     if stored is None:
         return [place.wrong(path, 0, "the index is damaged; remove it, and it will be rebuilt")]
     if stored.place_id not in (None, place.id):
-        return [place.wrong(path, 0, "it was written for another topic or partition; remove it, and it will be rebuilt")]
+        return [
+            place.wrong(path, 0, "it was written for another topic or partition; remove it, and it will be rebuilt")
+        ]
     if stored.place_id is None:
         true.last_stored = stored.last_stored  # a field that the format before did not have
     if stored.dump(place.id) != true.dump(place.id):

@@ -117,8 +117,9 @@ class Reader:
             while offset < published.end and (size < max_bytes or not batches):
                 for batch, nbytes in self._read_segment(published, offset):
                     if batch.base_offset != offset:
-                        raise DamagedFrame(self.folder, 0, f"found offset {batch.base_offset} where {offset} was "
-                                                           "expected")
+                        raise DamagedFrame(
+                            self.folder, 0, f"found offset {batch.base_offset} where {offset} was expected"
+                        )
                     batches.append(batch)
                     size += nbytes
                     offset = batch.next_offset

@@ -251,7 +251,9 @@ class Recovery:
             try:
                 producers = self.producers_before(base)
             except DamagedFrame as damage:
-                _logger.warning("%s: the state of producers from before offset %d is discarded: %s", self.place, base, damage)
+                _logger.warning(
+                    "%s: the state of producers from before offset %d is discarded: %s", self.place, base, damage
+                )
                 producers = Producers(forgotten=base - 1)
             producers.note_all((header for _, header in found), time.time())
             replace_file(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)

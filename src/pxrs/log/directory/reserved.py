@@ -83,4 +83,8 @@ class Reservation:
             os.unlink(f"{self._folder}/{RESERVED}")
             disk.sync_folder(self._folder)
         except OSError as error:
-            _logger.warning("%s: the file `reserved` could not be removed: %s; the next segment tries again", self._place, disk.explain(error))
+            _logger.warning(
+                "%s: the file `reserved` could not be removed: %s; the next segment tries again",
+                self._place,
+                disk.explain(error),
+            )

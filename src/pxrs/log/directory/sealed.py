@@ -66,8 +66,9 @@ class Sealed:
             expected = header.next_offset
             if expected >= self.end_offset:
                 return
-        raise DamagedFrame(self.path, self.data.size, f"it ends before offset {self.end_offset}, where the next "
-                                                      "segment begins")
+        raise DamagedFrame(
+            self.path, self.data.size, f"it ends before offset {self.end_offset}, where the next segment begins"
+        )
 
     def frames_for(self, offset: int) -> Iterator[tuple[int, Header]]:
         """The frames from the one that holds this offset on, also if damage lies before it."""

@@ -55,9 +55,17 @@ class TopicSettings:
         try:
             self._adopt(read_topic(self._path))
         except DamagedFrame as damage:
-            _logger.warning("the settings of topic %s could not be read again, so the former ones apply: %s", self.topic.name, damage)
+            _logger.warning(
+                "the settings of topic %s could not be read again, so the former ones apply: %s",
+                self.topic.name,
+                damage,
+            )
         except OSError as error:
-            _logger.warning("the settings of topic %s could not be read again, so the former ones apply: %s", self.topic.name, disk.explain(error))
+            _logger.warning(
+                "the settings of topic %s could not be read again, so the former ones apply: %s",
+                self.topic.name,
+                disk.explain(error),
+            )
         self._signature = signature
 
     def adopt(self, topic: Topic) -> None:

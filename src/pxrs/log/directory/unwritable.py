@@ -72,8 +72,9 @@ class UnwritablePublished(PublishedFile):
     def is_in_place(self) -> bool:
         """Always True. Raises DamagedFrame if somebody has removed the file."""
         if self._is_open and not super().is_in_place():
-            raise DamagedFrame(self.path, 0, "the file was removed by another program; open the log again in every "
-                                             "process")
+            raise DamagedFrame(
+                self.path, 0, "the file was removed by another program; open the log again in every process"
+            )
         return True
 
     def read(self) -> Published:

@@ -217,9 +217,7 @@ class DirectoryStaging(StagingStore):
         try:
             (self._root / topic).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            _logger.warning(
-                "files staged for topic %s may remain after the topic is deleted: %s", topic, error
-            )
+            _logger.warning("files staged for topic %s may remain after the topic is deleted: %s", topic, error)
 
     def topics(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):

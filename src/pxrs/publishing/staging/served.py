@@ -127,7 +127,9 @@ class ServedFile(NewFile):
         except (
             PxrsError
         ) as error:  # not raised: the caller has an error of its own, and files that no manifest names go
-            _logger.warning("the staged file %s could not be discarded and stays until the next sweep: %s", self._name, error)
+            _logger.warning(
+                "the staged file %s could not be discarded and stays until the next sweep: %s", self._name, error
+            )
 
     def _send(self, connection: Connection) -> str:
         patience = Patience(connection)

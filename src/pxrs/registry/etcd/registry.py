@@ -158,7 +158,9 @@ class EtcdRegistry(Registry):
             self._was_full = True
             if not commit.changed:
                 raise
-            raise OutcomeUnknown(f"{error}: this commit may still have been applied before the store was full") from None
+            raise OutcomeUnknown(
+                f"{error}: this commit may still have been applied before the store was full"
+            ) from None
         if not response.succeeded:
             raise self._refusal(commit, response)
         return dict.fromkeys(commit.written, response.header.revision)

@@ -115,8 +115,10 @@ def _unpack(magic: bytes, data: bytes, where: str) -> tuple[dict[str, Any], _Val
         raise RegistryCorrupt(where, f"{len(data)} bytes are too few for an entry")
     found, checksum = _HEAD.unpack_from(data)
     if found != magic:
-        raise RegistryCorrupt(where, f"begins with {found!r}, not {magic!r}: the file is damaged, or was written by "
-                                     "another version of pxrs")
+        raise RegistryCorrupt(
+            where,
+            f"begins with {found!r}, not {magic!r}: the file is damaged, or was written by another version of pxrs",
+        )
     if zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum:
         raise RegistryCorrupt(where, "the checksum does not match: the file is damaged")
     (length,) = _LENGTH.unpack_from(data, _HEAD.size)

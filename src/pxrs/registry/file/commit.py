@@ -279,7 +279,11 @@ class SharedJournal:
                 self.end_leases(leases)
                 return
             except RegistryNotWritable as error:  # a folder in the directory belongs to another user
-                log.warning("%s: expired leases cannot be ended by this process, so other processes have to: %s", self.url, error)
+                log.warning(
+                    "%s: expired leases cannot be ended by this process, so other processes have to: %s",
+                    self.url,
+                    error,
+                )
                 self._may_end_leases = False
         with self.lock:
             held = self.journal.state.leases

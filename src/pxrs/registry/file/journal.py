@@ -202,8 +202,9 @@ class Journal:
                 return
         if self._layout.newest_live() is None:
             raise RegistryCorrupt(str(self.root), "no generation with a snapshot is left, so its state is lost")
-        raise RegistryUnavailable(f"{self.root}: the newest generation was replaced {OPEN_TRIES} times while it was "
-                                  "being opened")
+        raise RegistryUnavailable(
+            f"{self.root}: the newest generation was replaced {OPEN_TRIES} times while it was being opened"
+        )
 
     def _check_made(self) -> None:
         """Raise NotMade if no process has made the registry yet: none has published a first snapshot."""
@@ -342,8 +343,10 @@ class Journal:
         try:
             in_place = generation.in_place()
         except (OSError, RegistryReplaced) as error:
-            raise OutcomeUnknown(f"{generation.path}: the entry was published, but whether it is in the live "
-                                 f"generation could not be checked: {error}") from error
+            raise OutcomeUnknown(
+                f"{generation.path}: the entry was published, but whether it is in the live "
+                f"generation could not be checked: {error}"
+            ) from error
         if not in_place:
             # Either other processes have sealed the generation and moved the folder behind this entry, or the link went
             # into a folder that was being removed. Which of the two is not known, so the outcome is unknown.

@@ -215,8 +215,9 @@ class Database(ABC):
             self.create_tables(deadline)
             layout = self._layout(deadline)
         if layout != str(LAYOUT):
-            raise SchemaMissing(f"{self.url}: the tables have layout {layout}, but this version of pxrs supports "
-                                f"layout {LAYOUT}")
+            raise SchemaMissing(
+                f"{self.url}: the tables have layout {layout}, but this version of pxrs supports layout {LAYOUT}"
+            )
 
     def check_writable(self) -> None:  # noqa: B027 - a server refuses the write itself
         """Raise RegistryNotWritable if it is known that this process may not write."""

@@ -237,8 +237,9 @@ def _conninfo(address: Address, timeout: float) -> tuple[str, int]:
     if not has_host and "host" in options:
         options.setdefault("port", PORT)  # a folder with a Unix socket
     elif "host" in options or "port" in options:
-        raise InvalidUrl(f"{address.text}: write host and port before the path; ?host= is only for the directory of a "
-                         "Unix socket")
+        raise InvalidUrl(
+            f"{address.text}: write host and port before the path; ?host= is only for the directory of a Unix socket"
+        )
     else:
         hosts = address.hosts(PORT)
         options["host"] = ",".join(host for host, _ in hosts)

@@ -286,7 +286,9 @@ class SqlRegistry(Registry):
         return self._patiently(attempt)
 
     def _leave_leases(self, error: AccessDenied) -> None:
-        log.warning("%s: expired leases cannot be ended by this process, so other processes have to: %s", self.url, error)
+        log.warning(
+            "%s: expired leases cannot be ended by this process, so other processes have to: %s", self.url, error
+        )
         self._may_end_leases = False
 
     def _wake_for(self, leases: list[str]) -> None:

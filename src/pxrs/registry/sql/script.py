@@ -22,7 +22,10 @@ def ddl(dialect: str) -> str:
     lines += ["", "-- Views that show groups as plain columns, for people; pxrs itself does not use them."]
     lines += [f"{statement};" for statement in view_statements(dialect, replace=False)]
     if dialect == "sqlite":
-        lines += ["", "-- SQLite has no users: whoever may read and write the file and its folder may use the registry."]
+        lines += [
+            "",
+            "-- SQLite has no users: whoever may read and write the file and its folder may use the registry.",
+        ]
         return "\n".join(lines) + "\n"
     lines += ["", *_grants(dialect)]
     if dialect == "oracle":
@@ -45,6 +48,6 @@ def _grants(dialect: str) -> list[str]:
 _ORACLE_NOTES: Final = (
     "-- If the programs' user does not own the tables, it also needs, as itself:",
     "--   CREATE SYNONYM pxrs_entry FOR <owner>.pxrs_entry;  and the same for pxrs_lease, pxrs_meta, pxrs_version.",
-    "-- A suspended program must not lock a row for ever. If the release supports it, let the database end its session:",
+    "-- A suspended program must not lock a row forever. If the release supports it, let the database end its session:",
     "--   ALTER SYSTEM SET MAX_IDLE_BLOCKER_TIME = 1;",
 )

@@ -146,8 +146,9 @@ class Attempt:
         if isinstance(error, QuotaExceededError):
             return StorageFull(f"{endpoint.url}: the quota for {path} is used up")
         if isinstance(error, (NotEmptyError, NoChildrenForEphemeralsError)):
-            return RegistryCorrupt(path, "a key has child nodes, or a folder is ephemeral: another program created "
-                                         "these nodes")
+            return RegistryCorrupt(
+                path, "a key has child nodes, or a folder is ephemeral: another program created these nodes"
+            )
         return RegistryUnavailable(f"{endpoint.url}: {type(step.request).__name__} {path}: {error!r}")
 
     def _differing(self, failed: list[str]) -> list[str]:
@@ -165,5 +166,6 @@ class Attempt:
 def _check_wire_size(todo: list[Step]) -> None:
     size = sum(step.wire_bytes for step in todo)
     if size > WIRE_BYTES_MAX:
-        raise CommitTooLarge(f"the commit has {size:,} bytes with the paths of all keys; the limit is "
-                             f"{WIRE_BYTES_MAX:,}")
+        raise CommitTooLarge(
+            f"the commit has {size:,} bytes with the paths of all keys; the limit is {WIRE_BYTES_MAX:,}"
+        )

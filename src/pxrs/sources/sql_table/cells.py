@@ -27,8 +27,9 @@ def key_bytes(key: Any, column: str) -> bytes | None:
         return str(int(key)).encode()
     if isinstance(key, int) and not isinstance(key, bool):
         return str(key).encode()
-    raise InvalidRecord(f"a key in {column} has the type {type(key).__name__}; keys must be whole numbers, text, bytes "
-                        "or UUIDs")
+    raise InvalidRecord(
+        f"a key in {column} has the type {type(key).__name__}; keys must be whole numbers, text, bytes or UUIDs"
+    )
 
 
 def micros(moment: Any, column: str) -> int:

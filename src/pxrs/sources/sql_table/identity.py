@@ -136,8 +136,9 @@ def checked_id(id: str) -> str:
     """Check an id that a user gives. It becomes a part of registry keys."""
     is_plain = isinstance(id, str) and id.isascii() and id.isalnum() and len(id) <= _ID_CHARACTERS_MAX
     if not is_plain:
-        raise InvalidTopic(f"id {id!r} is not valid: give the id of a source, letters and digits, as `pxrs group "
-                           "describe` shows it")
+        raise InvalidTopic(
+            f"id {id!r} is not valid: give the id of a source, letters and digits, as `pxrs group describe` shows it"
+        )
     return id
 
 

@@ -298,8 +298,10 @@ class SqlTable(Source):
                 if self._ends.settled.end or not self._ends.settled.is_waiting:
                     return self._ends.settled.end
             if time.monotonic() > until:
-                raise ReadFailed(f"{self.name}: a transaction that writes to the table has been open all the time; "
-                                 "wait until it ends")
+                raise ReadFailed(
+                    f"{self.name}: a transaction that writes to the table has been open all the time; "
+                    "wait until it ends"
+                )
             self._closing.wait(min(self._poll_s, FIRST_LOOK_S))
 
     def _ready(self, positions: Mapping[int, int]) -> tuple[set[int], bool]:

@@ -134,7 +134,9 @@ class _ReadLimit:
         try:
             start_thread(watch, "pxrs-table-limit")
         except RuntimeError as error:  # the process has as many threads as it may have
-            raise ReadFailed(f"{where}: not read, because the query's time limit could not be enforced: {error}") from error
+            raise ReadFailed(
+                f"{where}: not read, because the query's time limit could not be enforced: {error}"
+            ) from error
         try:
             yield
         except Exception as error:
