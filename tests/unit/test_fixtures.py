@@ -121,7 +121,7 @@ def test_drain_takes_the_options_of_a_consumer(pxrs_hub: Hub) -> None:  # noqa: 
 
 def test_drain_refuses_to_wait_for_more_than_is_there(pxrs_hub: Hub) -> None:  # noqa: F811
     fill(pxrs_hub, partitions=1)
-    with pytest.raises(InvalidGroup, match="until is None: drain reads up to the topic's end"):
+    with pytest.raises(InvalidGroup, match="until is None: drain always reads up to the topic's end"):
         drain(pxrs_hub, "t", lambda message: None, until=None)
     assert drain(pxrs_hub, "t", lambda message: None, until="end") == 10
 

@@ -160,9 +160,7 @@ def _first_publisher(hub: Hub, options: WriteOptions, topic: TopicLog | None) ->
         _logger.warning("rows staged for deleted topics were not removed: %s", error)
         return publisher
     if nameless := [each.name for each in damaged if each.id is None]:
-        _logger.warning(
-            "rows staged for deleted topics were not removed: the id of topic %s is not known", nameless[0]
-        )
+        _logger.warning("rows staged for deleted topics were not removed: the id of topic %s is not known", nameless[0])
         return publisher
     ride_out(lambda: forget_deleted_topics(hub.registry, staging, topics), PATIENCE_S, errors=UNREACHABLE)
     return publisher

@@ -132,7 +132,7 @@ def test_p6_a_place_that_cannot_be_mended_does_not_keep_the_others_from_it() -> 
     changed = proposed(work.copied("e", 5)).record
     assert changed.fragments[1].nodes == ("a", "b", "e")
     assert changed.joining == (Joining("e", 0, 2),)
-    assert work.committed(8) == [Ended("entry 1 can be read from none of its nodes")]
+    assert work.committed(8) == [Ended("entry 1 cannot be read from any of its nodes")]
 
 
 def test_p6_a_node_that_does_not_answer_does_not_keep_the_others_from_being_checked() -> None:

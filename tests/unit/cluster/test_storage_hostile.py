@@ -414,7 +414,7 @@ def test_c5_a_copy_of_the_directory_of_a_node_that_runs_is_refused(folder: Path,
     registry.commit(ephemeral={key: AliveNode("127.0.0.1:1", 1).dump()}, lease=lease)
     assert add(first.node, entry(0)) == [None]
     before = (folder / "copy" / "node.json").read_bytes()
-    with pytest.raises(ClusterError, match=r"runs at 127\.0\.0\.1:1 already"):
+    with pytest.raises(ClusterError, match=r"already runs at 127\.0\.0\.1:1"):
         started(folder / "copy", registry, "127.0.0.1:2", alive_s_max=0.05)
     assert (folder / "copy" / "node.json").read_bytes() == before
     close(first)

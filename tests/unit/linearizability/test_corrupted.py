@@ -215,7 +215,7 @@ def test_operations_that_contradict_themselves_are_refused() -> None:
         get((2, 1), "a", None, 0)
     with pytest.raises(ValueError, match="never returned"):
         commit((0, None), "ok")
-    with pytest.raises(ValueError, match="none of"):
+    with pytest.raises(ValueError, match="not one of"):
         commit((0, 1), "maybe")
     with pytest.raises(ValueError, match="both put and deleted"):
         commit((0, 1), put={"a": b""}, delete=("a",), versions={"a": 1})

@@ -482,8 +482,9 @@ class OwnedPartition:
             why = self.why_not
         if why is None and time.monotonic() >= overdue:  # and not only the caller's limit is over
             self.get_stuck("too few storage nodes acknowledged an append in time", ticket.generation)
-        why = why or "too few storage nodes acknowledged the entry in time"
-        unknown = AppendUnknown(f"{self.name}: {why}; the batch may have been stored")
+        unknown = AppendUnknown(
+            f"{self.name}: {why or 'too few storage nodes acknowledged it in time'}; the batch may have been stored"
+        )
         return [MaybeStored(unknown)] * len(ticket.placed)
 
     def _confirmed(self, writer: LedgerShell, count: int) -> None:

@@ -161,9 +161,7 @@ class ClusterStaging(StagingStore):
             with contextlib.suppress(Conflict):  # the key exists
                 self._registry.commit({key: ABSENT}, {key: KeptTopic(time.time()).dump()})
         except PxrsError as error:
-            _logger.warning(
-                "files staged for topic %s may be left behind when the topic is deleted: %s", topic, error
-            )
+            _logger.warning("files staged for topic %s may be left behind when the topic is deleted: %s", topic, error)
 
     def topics(self) -> list[str]:
         kept = {entry.key.removeprefix(staged.KEPT) for entry in self._registry.scan(staged.KEPT)}

@@ -156,9 +156,7 @@ def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bo
 
     expect, delete = _mapping(call, arguments, "expect"), _texts(call, arguments, "delete")
     if len({*expect, *put, *delete}) > KEYS_MAX:
-        raise CommitTooLarge(
-            f"{call}: a commit may name at most {KEYS_MAX:,} keys: split it into several commits"
-        )
+        raise CommitTooLarge(f"{call}: a commit may name at most {KEYS_MAX:,} keys: split it into several commits")
     return may_commit(grants, names, expect, put.keys(), ephemeral.keys(), delete, value_of)
 
 
