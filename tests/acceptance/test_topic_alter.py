@@ -102,7 +102,7 @@ def test_a_description_that_cannot_be_read_changes_nothing_for_those_who_have_th
     send(topic, b"b")
     send(topic, b"c")
     assert values_from(topic, 0) == [b"a", b"b", b"c"]
-    assert len([each for each in caplog.records if "stay as they were" in each.message]) == 1
+    assert len([each for each in caplog.records if "so the former ones apply" in each.message]) == 1
 
 
 def test_a_retention_that_began_before_the_change_removes_nothing_after_it(

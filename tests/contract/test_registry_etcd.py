@@ -137,7 +137,7 @@ def _open_in_a_fork(url: str) -> str:
     ("address", "names"),
     [
         ("etcd://localhost/folder", "namespace=folder"),
-        ("etcd://", "empty host"),
+        ("etcd://", "the host is empty"),
         ("etcd://localhost?colour=red", "colour"),
         ("etcd://localhost?timeout=soon", "timeout"),
         ("etcd://localhost?ca=/nowhere/ca.pem", "no such file"),

@@ -572,7 +572,7 @@ class TestRefusals:
 
     def test_two_phases_are_refused(self, postgresql: Place) -> None:
         with postgresql.engine.connect() as db, db.begin_twophase():
-            self.refused(postgresql, db, "two phases")
+            self.refused(postgresql, db, "two-phase transaction")
 
     def test_a_queue_that_the_transaction_cannot_see_is_told_for_what_it_is(self, postgresql: Place) -> None:
         engine = postgresql.engine.execution_options(isolation_level="REPEATABLE READ")

@@ -108,7 +108,7 @@ def test_k2_a_location_that_was_restored_one_batch_back_is_refused(hub: Hub, tmp
     shutil.rmtree(location.folder)
     copy.rename(location.folder)
     location.plan(1, "two and three")
-    with pytest.raises(BatchRefused, match="Spark has planned it anew"):
+    with pytest.raises(BatchRefused, match="Spark has planned it again"):
         commit(hub, 1, given)
     assert hub.topic("out").end(0) == 2
 

@@ -249,7 +249,7 @@ def test_what_waits_in_a_dropped_producer_is_stored(hub: Hub) -> None:
         out = hub.producer("t", linger_s=60)
         receipts.extend(out.send(b"%d" % number, key=b"k") for number in range(3))
 
-    drop(lose_one, "Producer of t.*dropped without close.*stored now")
+    drop(lose_one, "Producer of t.*dropped without close.*sent now")
     assert [receipt.result(BOUND_S)[1] for receipt in receipts] == [0, 1, 2]
     soon(lambda: not threads_named("pxrs-producer-t"))
 

@@ -290,7 +290,7 @@ def test_x14_a_message_that_no_dead_letter_can_hold_pauses_its_partition_alone(
         eventually(lambda: hub.topic("dead").end(0) == 1, PATIENCE_S)
     assert found.offset == 0
     assert found.error.startswith(
-        "ValueError: not 0; the dead letter could not be sent: pxrs.errors.InvalidRecord: dead: a"
+        "ValueError: not 0; the dead letter could not be sent: pxrs.errors.InvalidRecord: dead: the"
     )
     assert found.error_type == "ValueError"
     assert any("t/0 offset 0: its dead letter could not be sent" in each.getMessage() for each in records())

@@ -109,7 +109,7 @@ def test_a_topic_that_is_given_twice_is_refused(log: MemoryLog) -> None:
     orders, other = topic(log, "orders", 1), MemoryLog()
     same_name = topic(other, "orders", 1)
     for parts in ([orders, orders], [orders, same_name]):
-        with pytest.raises(InvalidTopic, match="'orders' is given twice"):
+        with pytest.raises(InvalidTopic, match="'orders' is named twice"):
             JoinedSource(parts)
     with pytest.raises(InvalidTopic, match="0 topics"):
         JoinedSource([])

@@ -102,7 +102,7 @@ def test_k2_an_earlier_batch_and_another_one_of_the_same_number_are_refused(is_p
         step_for("q", last, Manifest(2, []))
     with pytest.raises(BatchRefused, match="with other input: offsets 0 to 6 of g/t/0"):
         step_for("q", last, Manifest(3, [], {"g/t": {"0": [0, 6]}}))
-    with pytest.raises(BatchRefused, match="planned it anew"):
+    with pytest.raises(BatchRefused, match="planned it again"):
         step_for("q", last, Manifest(3, [], planned="another"))
     step_for("q", last, Manifest(3, [], {"g/t": {"0": [0, 5]}}, planned="plan"))
 

@@ -363,7 +363,7 @@ def test_z8_a_transaction_that_grows_too_large_says_so_and_keeps_what_it_has(hub
     with hub.transaction() as tx, pytest.raises(TransactionTooLarge, match="bytes in one transaction"):
         put_all(tx, 100, 1_000_000)
     assert queue.depth().ready == LIMITS.commit_bytes_max // 1_000_000
-    with hub.transaction() as tx, pytest.raises(TransactionTooLarge, match="keys at once"):
+    with hub.transaction() as tx, pytest.raises(TransactionTooLarge, match="keys in one commit"):
         put_all(tx, 10_000, 1)
     assert queue.depth().ready > 4_000
     with hub.transaction() as tx:

@@ -481,7 +481,7 @@ def test_z1_two_transactions_with_checkpoints_of_two_consumers_in_opposite_order
         first.checkpoint(one)
         second.checkpoint(two)
         for tx, inbox in ((first, two), (second, one)):
-            with pytest.raises(InvalidGroup, match="another transaction"):
+            with pytest.raises(InvalidGroup, match="another open transaction"):
                 tx.checkpoint(inbox)
         for committing in [aside(first.commit), aside(second.commit)]:
             committing.result(PATIENCE_S)

@@ -975,7 +975,7 @@ def test_an_address_where_no_server_is_fails_in_time() -> None:
     ("address", "names"),
     [
         ("pxrs://localhost/folder", "no path"),
-        ("pxrs://", "empty host"),
+        ("pxrs://", "the host is empty"),
         ("pxrs://localhost?colour=red", "colour"),
         ("pxrs://localhost?namespace=prod", "namespace"),
         ("pxrs://localhost?patience=soon", "patience"),

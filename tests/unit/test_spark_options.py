@@ -206,9 +206,9 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"url": "postgresql://h/d"}, "url", "directory"),
         ({"registry": "memory:"}, "registry", "in memory"),
         ({"url": "host:2181"}, "url", "looks like a host"),
-        ({"url": "file://host/data"}, "url", "'host' is a host"),
+        ({"url": "file://host/data"}, "url", "file: takes no host, but got 'host'"),
         ({"registry": "etcd://host?namespace=*"}, "registry", "letters, digits"),
-        ({"registry": "file://host/data"}, "registry", "'host' is a host"),
+        ({"registry": "file://host/data"}, "registry", "file: takes no host, but got 'host'"),
         ({"path": "/nowhere"}, "path", "remove it from load, save or start"),
         (
             {"columns": "key,vlaue"},

@@ -306,7 +306,7 @@ class TestAddresses:
             ("postgresql://h/db?watch=often", "listen, poll"),
             ("postgresql://h/db?timeout=soon", "timeout=10"),
             ("postgresql://h/db?create=maybe", "true or false"),
-            ("postgresql:///db", "empty host"),
+            ("postgresql:///db", "the host is empty"),
             ("postgresql://h/db?host=/tmp", "directory of a Unix socket"),
             ("postgresql://h/db?port=1", "before the path"),
             ("sqlite:file.db", "sqlite:///FILE"),

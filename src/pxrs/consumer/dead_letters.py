@@ -49,8 +49,8 @@ def check_other_topic(sources: Iterable[Read], dead_letters_id: str) -> None:
     for source in sources:
         if source.id == dead_letters_id:
             raise InvalidGroup(
-                f"dead_letters is the topic {source.name}, which this consumer reads: each failed message would be "
-                "read again and fail again, endlessly. Use another topic for dead letters"
+                f"dead_letters is the topic {source.name} itself, which this consumer reads: each failed message would "
+                "be read again and fail again, endlessly. Use another topic for dead letters"
             )
 
 

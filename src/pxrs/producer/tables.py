@@ -216,9 +216,9 @@ def _read_column(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedA
 def _check_type(name: str, given: pa.DataType, wanted: pa.DataType) -> None:
     """Raise InvalidRecord for types that a cast would accept but change, or lose a part of."""
     if wanted == pa.binary() and not _is_text(given):
-        raise InvalidRecord(f"the column {name} must be binary or string, not {given}")
+        raise InvalidRecord(f"the column {name} is {given}; it must be binary or string")
     if name == "partition" and not (pa.types.is_integer(given) or pa.types.is_null(given)):
-        raise InvalidRecord(f"the column partition must have whole numbers, not {given}")
+        raise InvalidRecord(f"the column partition is {given}; it must have whole numbers")
     if name == "timestamp" and pa.types.is_timestamp(given) and given.tz is None:
         raise InvalidRecord("the column timestamp has no time zone; give one, such as UTC")
     if name == "headers":

@@ -228,7 +228,7 @@ class TestErrors:
             sqlite.open(**settings)
 
     def test_an_unknown_table_is_named(self, place: Place) -> None:
-        with pytest.raises(InvalidTopic, match="no table 'nothing'"):
+        with pytest.raises(InvalidTopic, match="table 'nothing' does not exist"):
             sql_table(place.url, "nothing", value_column="body")
 
     @pytest.mark.parametrize(

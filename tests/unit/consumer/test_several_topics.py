@@ -282,7 +282,7 @@ class TestHandlers:
             inbox.run(handle)
         place = TopicPartition(*bad[0][:2])
         assert paused.value.partitions == (place,)
-        assert f"partition returns/{place.partition}," in str(paused.value)
+        assert f"partition returns/{place.partition} is paused" in str(paused.value)
         rows = {(row.topic, row.partition): row for row in hub.group("g").describe().partitions}
         assert [place for place, row in rows.items() if row.paused is not None] == [place]
         assert {row.lag for key, row in rows.items() if key != place} == {0}
@@ -315,7 +315,7 @@ class TestWhatCanBeRead:
     def test_names_that_cannot_be_read_together_are_refused(self, hub: pxrs.Hub) -> None:
         for wrong, kind, told in (
             ([], InvalidTopic, "0 topics"),
-            (["orders", "orders"], InvalidTopic, "'orders' is given twice"),
+            (["orders", "orders"], InvalidTopic, "'orders' is named twice"),
             (["orders", "nothing"], UnknownTopic, "nothing"),
             (["orders", 7], InvalidTopic, "topic is 7"),
             (b"orders", InvalidTopic, "topic is b'orders'"),

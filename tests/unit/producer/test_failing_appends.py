@@ -88,7 +88,7 @@ def test_l4_a_batch_that_may_be_stored_gets_no_other_name(single: tuple[Fickle, 
     topic.after = forget
     receipt = out.send(b"%d" % number)
     if number:
-        with pytest.raises(AppendUnknown, match="producers were forgotten"):
+        with pytest.raises(AppendUnknown, match="the state of some producers was discarded"):
             out.flush()
         with pytest.raises(AppendUnknown):  # not UnknownProducer, which says that nothing was stored
             receipt.result()
