@@ -55,7 +55,7 @@ def _announce(console: Console, url: str | None, has_spark: bool, folder: Path, 
     is_sqlite = url is not None and url.startswith("sqlite:")
     zombie = "" if is_sqlite else "; another is paused past its lease, and its late commit is refused"
     _say(console, f"[bold]pxrs[/] demo: {who}")
-    _say(console, f"One worker is killed with kill -9{zombie}. At the end every message is accounted for.")
+    _say(console, f"One worker is killed with kill -9{zombie}. At the end every message is counted.")
     _say(console, f"[dim]It takes about a minute, at most {RUN_S_MAX / 60:g} on a busy machine.[/]")
     where = escape(str(folder))
     _say(console, f"[dim]Files are in {where}, up to {DISK_MB} MB, and are removed at the end.[/]")
