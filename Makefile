@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo-ready
 # How large a partition `make bench` opens: `make bench BENCH_GB=10` takes that much room on the disk.
 BENCH_GB ?= 1
 # How many schedules `make sim` runs, and from which seed on.
@@ -32,15 +33,20 @@ $(MADE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pxrs needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 
+# The extra `dev` contains `demo`: after it, `make demo` has nothing to install.
 $(READY): pyproject.toml constraints.txt | $(MADE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m tests.installation dev
+	@touch $(DEMO_READY) $@
+
+$(DEMO_READY): pyproject.toml constraints.txt | $(MADE)
+	@$(BIN)/python -m tests.installation demo
 	@touch $@
 
 $(BENCH_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	@$(BIN)/python -m tests.installation bench
 	@touch $@
 
-demo: $(READY) ## Show what it does: a kill, a zombie, a Spark pipeline, an exact account
+demo: $(DEMO_READY) ## Show what it does: a kill, a zombie, a Spark pipeline, an exact account
 	$(BIN)/pxrs demo
 
 $(JAVA_ARCHIVE): $(READY) tests/java_archive.py

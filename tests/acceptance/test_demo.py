@@ -50,6 +50,9 @@ def test_x19_s4_the_whole_story_with_spark_is_exact_and_leaves_a_picture(tmp_pat
     in_order(
         [
             "3 workers and Spark, 8 partitions",
+            "One worker is killed with kill -9; another is paused past its lease, and its late commit is refused.",
+            "It takes about a minute, at most 10 on a busy machine.",
+            f"The chart of the run will be saved as {tmp_path / 'run.png'}.",
             "133 messages are being sent, 60 in a second; 8 of them are bad orders",
             "anna was killed; the others own her partitions after",
             "waiting for Spark to start and read the first messages: ",
@@ -156,6 +159,30 @@ def test_x19_an_account_that_is_not_exact_is_shown_and_is_an_error(
     out = capsys.readouterr().out
     assert table(out)["lost"] == ("0", "1"), out
     assert "the account is not exact" in out
+
+
+@pytest.mark.parametrize("scheme", ["file", "sqlite"])
+def test_the_demo_says_what_it_will_do_and_where_its_files_are_before_it_opens_anything(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Opened(Exception):
+        pass
+
+    def note(folder: Path, **_: object) -> None:
+        out.append(capsys.readouterr().out)
+        folders.append(folder.parent)
+        raise Opened
+
+    out: list[str] = []
+    folders: list[Path] = []
+    monkeypatch.setattr("pxrs.open", note)
+    with pytest.raises(Opened):
+        show.show(f"{scheme}:///{tmp_path}/registry", False, 150, tmp_path / "run.png")
+    assert "pxrs demo: 3 workers, 8 partitions\nOne worker is killed with kill -9" in out[0]
+    assert ("its late commit is refused" in out[0]) == (scheme == "file")
+    assert f"Files are in {folders[0]}, up to " in out[0]
+    assert str(tmp_path / "run.png") in out[0]
+    assert not folders[0].exists()
 
 
 def kill_anna(demo: story.Demo, _: int) -> None:

@@ -1,7 +1,7 @@
 """The public face is typed: what a program that uses pxrs sees under `mypy --strict`.
 
 One run of mypy, with no configuration and with pxrs as an installed package, checks
-- every Python snippet of README.md and docs/*.md, and the examples;
+- every Python snippet of README.md and docs/*.md, the examples, and the projects of `pxrs new`;
 - mistakes that it must refuse;
 - a module, made here, that asks mypy for the type of every public member.
 
@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 import pxrs
+from pxrs.cli.new.command import rendered
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -311,6 +312,16 @@ def attributes_of(kind: type) -> set[str]:
     return found
 
 
+def write_new_project(folder: Path, kind: str) -> None:
+    """The Python files of a project of `pxrs new`, under names that no other file in the folder has."""
+    package = f"new_{kind}"
+    for path, text in rendered(kind, "shop", package).items():
+        if path.endswith(".py"):
+            target = folder / path.replace("tests/test_", f"test_{package}_")
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(text)
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     """What mypy says of all of it, in one run. Its cache is kept: the first run also reads the types of pyspark."""
@@ -321,12 +332,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
         names[module] = document
     assert len(names) > 15, "the documents have more snippets than were found"
     (folder / "mistakes.py").write_text(MISTAKES)
+    for kind in ("topic", "queue"):
+        write_new_project(folder, kind)
     imports = [f"import {module}" for module in (*MODULES, "pxrs.errors")]
     (folder / "members.py").write_text("\n".join([*imports, *(question for _, question in questions())]))
     examples = sorted((ROOT / "examples").glob("*.py"))
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary", "--no-color-output"]
     command += ["--cache-dir", str(ROOT / ".mypy_cache" / "as-a-user")]
-    command += [str(path) for path in [*sorted(folder.glob("*.py")), *examples]]
+    command += [str(path) for path in [*sorted(folder.rglob("*.py")), *examples]]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert run.returncode in (0, 1), run.stdout + run.stderr
     found = re.findall(r"^(.+?):(\d+): (error|note): (.*)$", run.stdout, re.MULTILINE)
@@ -335,7 +348,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
     ]
 
 
-def test_every_snippet_and_example_passes_mypy_strict(told: list[Told]) -> None:
+def test_every_snippet_example_and_new_project_passes_mypy_strict(told: list[Told]) -> None:
     ours = ("mistakes.py", "members.py")
     errors = [each for each in told if each.kind == "error" and each.text != WITHOUT_STUBS]
     assert "\n".join(str(each) for each in errors if each.file not in ours) == ""

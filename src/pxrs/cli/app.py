@@ -18,6 +18,7 @@ from pxrs.errors import PxrsError
 _logger = logging.getLogger("pxrs.cli")
 
 COMMANDS: Final = {
+    "new": Lazy("pxrs.cli.new.command", "new", "Write a small project to start from: a handler and its tests."),
     "send": Lazy("pxrs.cli.send", "send", "Send messages: one VALUE, or the lines of standard input."),
     "tail": Lazy("pxrs.cli.tail", "tail", "Print messages of a topic, and with -f each new one as it arrives."),
     "top": Lazy("pxrs.cli.top", "top", "Show a hub live: rates, lag, owners, what needs attention first."),

@@ -89,6 +89,7 @@ OTHER_COMMANDS: Final = {
         "group describe",
         "group list",
         "metrics",
+        "new",
         "ping",
         "pipeline run",
         "queue dead list",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +19,9 @@ from pxrs.cli.demo.view import account_table
 from pxrs.errors import MissingDependency
 from pxrs.group.records import Keys
 
+DISK_MB: Final = 100
+"""Room for the temporary files of a run, most of which are Spark's."""
+
 
 def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
     """Run the demo. Returns the exit code: 1 if the demo did not finish, or if the account is not exact."""
@@ -27,11 +32,10 @@ def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
     group = f"demo-{uuid.uuid4().hex[:6]}"
     with tempfile.TemporaryDirectory(prefix="pxrs-demo-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
+        _announce(console, url, has_spark, folder, picture)
         with pxrs.open(folder / "data", registry=url) as hub:
             hub.registry.get("groups")  # makes the tables of the registry before several workers try to
-            who = f"{len(WORKERS)} workers{' and Spark' if has_spark else ''}, {PARTITIONS} partitions"
-            _say(console, f"[bold]pxrs[/] demo on {escape(hub.registry.url)}: {who}")
-            _say(console, f"[dim]it takes about a minute, and {RUN_S_MAX / 60:g} on a busy machine at most[/]\n")
+            _say(console, f"[dim]registry: {escape(hub.registry.url)}[/]\n")
             try:
                 story = Demo(hub, url or "", group, folder, console, messages, has_spark)
                 ending = story.run()
@@ -43,6 +47,20 @@ def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
     _tell(console, ending)
     _draw(console, picture, story, ending, has_spark)
     return 0 if ending.is_exact else 1
+
+
+def _announce(console: Console, url: str | None, has_spark: bool, folder: Path, picture: Path) -> None:
+    """Say what is going to happen, how long it takes, and where files are written."""
+    who = f"{len(WORKERS)} workers{' and Spark' if has_spark else ''}, {PARTITIONS} partitions"
+    is_sqlite = url is not None and url.startswith("sqlite:")
+    zombie = "" if is_sqlite else "; another is paused past its lease, and its late commit is refused"
+    _say(console, f"[bold]pxrs[/] demo: {who}")
+    _say(console, f"One worker is killed with kill -9{zombie}. At the end every message is counted.")
+    _say(console, f"[dim]It takes about a minute, at most {RUN_S_MAX / 60:g} on a busy machine.[/]")
+    where = escape(str(folder))
+    _say(console, f"[dim]Files are in {where}, up to {DISK_MB} MB, and are removed at the end.[/]")
+    if find_spec("matplotlib") is not None:
+        _say(console, f"[dim]The chart of the run will be saved as {escape(str(picture.absolute()))}.[/]")
 
 
 def _tell(console: Console, ending: Ending) -> None:
