@@ -140,6 +140,8 @@ async def _serve(server: StorageServer, settings: StorageSettings, state: _State
 
     loop = asyncio.get_running_loop()
     try:
+        if disk.denied(error, settings.directory) is not None:
+            raise disk.log_error(error, settings.directory, "the storage node cannot start: ") from error
         await server.start()
     except OSError as error:
         why = f"the storage node cannot start: {disk.explain(error, settings.directory)}"
