@@ -22,6 +22,8 @@ from pxrs.registry.etcd.registry import EtcdRegistry
 
 PORT = 2379
 TIMEOUT_S = 10.0
+REFUSED_S = 2.0
+"""How long the first connection is tried while no member listens. An address with a `timeout` asks for that time."""
 
 
 def open(address: Address) -> Registry:
@@ -46,6 +48,7 @@ def open(address: Address) -> Registry:
         certificates=_certificates(address),
         login=_login(address),
         timeout_s=address.seconds("timeout", TIMEOUT_S),
+        refused_s=math.inf if "timeout" in address.options else REFUSED_S,
     )
     try:
         registry.check_access()
