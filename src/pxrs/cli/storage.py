@@ -96,9 +96,7 @@ def storage(
         from pxrs.cluster.storage.settings import StorageLimits
         from pxrs.server.descriptors import connections_within
     except ImportError as error:
-        raise MissingDependency(
-            f"pxrs storage needs {error.name}: pip install 'pxrs[remote]'", name=error.name
-        ) from error
+        raise MissingDependency.of_extra("pxrs storage", error.name, "remote") from error
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):
         raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")
@@ -142,6 +140,8 @@ async def _serve(server: StorageServer, settings: StorageSettings, state: _State
     try:
         await server.start()
     except OSError as error:
+        if disk.denied(error, settings.directory) is not None:
+            raise disk.log_error(error, settings.directory, "the storage node cannot start: ") from error
         why = f"the storage node cannot start: {disk.explain(error, settings.directory)}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NodeFull(str(settings.directory), why) from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from pxrs import disk
 from pxrs.arguments import shown
 from pxrs.errors import InvalidUrl
 
@@ -92,7 +93,10 @@ class Address:
             raise InvalidUrl(f"{self.text}: the directory is missing; write file:DIR")
         directory = Path(path).absolute()
         try:
-            is_file = directory.exists() and not directory.is_dir()
+            there = next(each for each in (directory, *directory.parents) if each.exists())
+            is_file = not there.is_dir()
+        except PermissionError as error:
+            raise InvalidUrl(f"the url {shown(path)} cannot be used: {disk.explain(error, directory)}") from error
         except OSError as error:
             raise InvalidUrl(f"the url {shown(path)} is not a valid path: {error.strerror}") from error
         if is_file:
@@ -110,7 +114,7 @@ class Address:
             try:
                 return name, path.read_text().rstrip("\n")
             except OSError as error:
-                raise InvalidUrl(f"{self.text}: password_file={path}: {error.strerror}") from error
+                raise InvalidUrl(f"{self.text}: password_file={path}: {disk.explain(error, path)}") from error
         return name, os.environ.get(PASSWORD_VARIABLE) if name else None
 
     def seconds(self, option: str, default: float) -> float:

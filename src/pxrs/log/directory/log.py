@@ -31,6 +31,7 @@ from pxrs.errors import (
     Closed,
     InvalidUrl,
     LogError,
+    LogNotReadable,
     TopicExists,
     UnknownTopic,
     UsedAfterFork,
@@ -110,6 +111,8 @@ class DirectoryLog(Log):
 
     def _prepare(self, topic: Topic, folder: Path) -> None:
         for partition in range(topic.partitions):
+        if isinstance(found, DamagedTopic) and isinstance(found.error, LogNotReadable):
+            return TopicExists(f"there is a topic {name!r} already, and this process may not read it: {found.error}")
             (folder / "partitions" / f"partition-{partition}").mkdir(parents=True)
         write_topic(folder, topic)
         for each in (folder / "partitions", folder, self._names.folders):
@@ -133,7 +136,8 @@ class DirectoryLog(Log):
         damaged = {each.name: each for each in found if isinstance(each, DamagedTopic)}
         for name, each in damaged.items():
             if name not in self._logged_as_damaged:
-                _logger.warning("topic %s is damaged: %s", name, each.error, extra={"topic": name, "id": each.id})
+                state = "not readable" if isinstance(each.error, LogNotReadable) else "damaged"
+                _logger.warning("topic %s is %s: %s", name, state, each.error, extra={"topic": name, "id": each.id})
         self._logged_as_damaged = set(damaged)
         return [each for each in found if each is not None]
 

@@ -15,6 +15,7 @@ from typing import Final
 
 from pxrs.errors import (
     DamagedFrame,
+    LogNotReadable,
     OutcomeUnknown,
     ReadFailed,
     RegistryUnavailable,
@@ -24,7 +25,7 @@ from pxrs.log.contract import DamagedTopic, Log, TopicLog
 from pxrs.model import Topic
 from pxrs.registry.limit import seconds_left
 from pxrs.remote import wire
-from pxrs.remote.client.faults import AWAY, Unanswered
+from pxrs.remote.client.faults import AWAY, NothingListens, Unanswered
 from pxrs.remote.client.routed import THREADS_MAX, RoutedTopic
 from pxrs.remote.client.routes import AskedRoutes, Peers
 from pxrs.remote.client.session import Session
@@ -79,7 +80,7 @@ class RemoteLog(Log):
             except (Unanswered, *AWAY) as error:
                 self._session.connection()
                 was_sent |= isinstance(error, Unanswered) and error.was_sent
-                if time.monotonic() < until:
+                if time.monotonic() < until and not isinstance(error, NothingListens):
                     continue
                 if was_sent:
                     raise OutcomeUnknown(
@@ -113,7 +114,7 @@ class RemoteLog(Log):
         found = []
         for each in self._session.ask("log.damaged_topics", {})["topics"]:
             error = wire.error_of(each["error"])
-            if not isinstance(error, DamagedFrame):
+            if not isinstance(error, DamagedFrame | LogNotReadable):
                 error = DamagedFrame(each["name"], 0, str(error))
             found.append(DamagedTopic(each["name"], each["id"], error))
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
+from pxrs import disk
 from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
 
@@ -14,6 +16,9 @@ PORT: Final = 7077
 """The port of an address that names none: the one on which `pxrs serve` listens by default."""
 TIMEOUT_S: Final = 10.0
 PATIENCE_S: Final = 60.0
+REFUSED_S: Final = 2.0
+"""How long the first connection is tried while nothing listens at any of the servers. An address with a `timeout` asks
+for that time instead: its program may start before its server."""
 AWAY_S: Final = 1.0
 """How long a call waits for the first connection to a single broker."""
 LOST_S: Final = 0.2
@@ -51,6 +56,8 @@ class Settings:
     is_direct: bool = False
     """The server is a broker, and is asked for partitions that it owns itself (`routes`). If it cannot be reached, the
     caller asks who owns them now, so nothing waits for it for longer than AWAY_S."""
+    refused_s: float = REFUSED_S
+    """How long the first connection is tried while every server of the address refuses it."""
 
     @classmethod
     def of(cls, address: Address) -> Self:
@@ -74,6 +81,7 @@ class Settings:
             _certificates(address),
             address.file("token_file"),
             os.environ.get(TOKEN_VARIABLE) or None,
+            refused_s=math.inf if "timeout" in address.options else REFUSED_S,
         )
         found.token()
         return found
@@ -95,7 +103,8 @@ class Settings:
             try:
                 token = self.token_file.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise InvalidUrl(f"{self.shown}: token_file={self.token_file} cannot be read: {error}") from error
+                why = disk.explain(error) if isinstance(error, OSError) else error
+                raise InvalidUrl(f"{self.shown}: token_file={self.token_file} cannot be read: {why}") from error
         if token is not None and not (token and token.isascii() and token.isprintable()):
             where = TOKEN_VARIABLE if self.token_file is None else f"token_file={self.token_file}"
             raise InvalidUrl(f"{self.shown}: {where} contains no token: use the line that `pxrs token create` prints")
@@ -115,4 +124,4 @@ def _certificates(address: Address) -> Certificates | None:
     try:
         return Certificates(*(None if path is None else path.read_bytes() for path in (ca, cert, key)))
     except OSError as error:
-        raise InvalidUrl(f"{address.text}: {error.filename}: {error.strerror}") from error
+        raise InvalidUrl(f"{address.text}: {disk.explain(error)}") from error
