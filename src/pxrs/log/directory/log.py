@@ -105,14 +105,14 @@ class DirectoryLog(Log):
 
     def _exists(self, name: str) -> TopicExists:
         found = self._look_up(name)
+        if isinstance(found, DamagedTopic) and isinstance(found.error, LogNotReadable):
+            return TopicExists(f"topic {name!r} already exists, and this process may not read it: {found.error}")
         if isinstance(found, DamagedTopic):
             return TopicExists(f"topic {name!r} already exists, but is damaged: delete it first ({found.error})")
         return TopicExists(f"topic {name!r} already exists")
 
     def _prepare(self, topic: Topic, folder: Path) -> None:
         for partition in range(topic.partitions):
-        if isinstance(found, DamagedTopic) and isinstance(found.error, LogNotReadable):
-            return TopicExists(f"there is a topic {name!r} already, and this process may not read it: {found.error}")
             (folder / "partitions" / f"partition-{partition}").mkdir(parents=True)
         write_topic(folder, topic)
         for each in (folder / "partitions", folder, self._names.folders):
