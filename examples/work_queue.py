@@ -49,7 +49,7 @@ def main(folder: str | Path, spark: object = None) -> None:
 
         done = [json.loads(item.value)["order"] for item in charged.peek(ORDERS)]
         assert sorted(done) == sorted(set(range(ORDERS)) - BROKEN), "each order exactly once"
-        assert log.read_text().count("ended with exit code 1; starting it again") == 1
+        assert log.read_text().count("exited with code 1; restarting it") == 1
         given_up = list(orders.dead_letters())
         assert {json.loads(item.value)["order"] for item in given_up} == BROKEN
         assert all(item.deliveries == 3 for item in given_up)

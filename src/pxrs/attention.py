@@ -40,13 +40,13 @@ def of_group(
     oldest checkpoint of a partition with a lag. problem: why the lag is not known."""
     share = f"of {counted(partitions, 'partition')}"
     if paused:
-        yield Attention(True, "group", name, f"{paused:,} {share} paused by a message that failed")
+        yield Attention(True, "group", name, f"{paused:,} {share} paused at a failed message")
     if lag and not members:
-        yield Attention(True, "group", name, f"lag {lag:,}, and no members")
+        yield Attention(True, "group", name, f"lag {lag:,}, but no members")
     elif members and unowned:
         yield Attention(False, "group", name, f"{unowned:,} {share} without an owner")
     if lag and members and stale_s is not None and stale_s > STALE_S:
-        text = f"a partition with a lag has had no checkpoint for {counted(round(stale_s), 'second')}"
+        text = f"a partition with lag has had no checkpoint for {counted(round(stale_s), 'second')}"
         yield Attention(False, "group", name, text)
     if problem is not None:
         yield Attention(False, "group", name, problem)

@@ -303,7 +303,7 @@ def test_the_commands_back_up_verify_and_restore_into_another_kind_of_registry(c
     assert oct((tmp_path / "b" / "registry").glob("*").__next__().stat().st_mode)[-3:] == "600"
     (again,) = command("backup", "--at", tmp_path / "hub", tmp_path / "b", "--json").rows()
     assert again["kept_bytes"] > again["copied_bytes"]
-    assert command("restore", tmp_path / "b", "--verify").out.startswith(f"{tmp_path / 'b'} is whole")
+    assert command("restore", tmp_path / "b", "--verify").out.startswith(f"{tmp_path / 'b'} is intact")
     store = f"sqlite:///{tmp_path / 'r.db'}"
     done = command("restore", tmp_path / "b", "--at", tmp_path / "new", "--registry", store)
     assert done.code == 0, done.errors

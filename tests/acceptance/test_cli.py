@@ -41,7 +41,7 @@ def test_ddl_is_printed_for_each_database(dialect: str) -> None:
 
 def test_a_topic_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PXRS_AT", str(tmp_path / "data"))
-    assert pxrs("topic", "create", "orders", "--partitions", "4").stdout == "made orders with 4 partitions\n"
+    assert pxrs("topic", "create", "orders", "--partitions", "4").stdout == "created orders with 4 partitions\n"
     lines = "".join(f'{{"id": "a{i % 7}", "n": {i}}}\n' for i in range(500))
     send = ["send", "orders", "--key", "id"]
     sent = forked.run_text("pxrs.cli", send, input=lines.encode())

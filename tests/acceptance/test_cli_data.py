@@ -150,7 +150,8 @@ def test_a_registry_is_shown_as_it_is(tmp_path: Path) -> None:
 def test_a_closed_standard_input_is_an_error_of_one_line(data: Path) -> None:
     result = run(data, "send", "t", preexec_fn=lambda: os.close(0))
     assert (result.returncode, result.stdout) == (1, b"")
-    assert result.stderr.splitlines() == [b"standard input is closed; give it the lines to send (InvalidRecord)"]
+    (told,) = result.stderr.splitlines()
+    assert told == b"standard input is closed: pipe in the messages, one per line, or give VALUE (InvalidRecord)"
 
 
 @pytest.mark.parametrize(

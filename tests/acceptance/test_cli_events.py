@@ -49,7 +49,7 @@ def test_events_are_lines_for_people_or_json(call: Call, data: str) -> None:
     assert call("events", "--at", data, "--group", "other").out == ""
     assert call("events", "--at", data, "--since", "2100-01-01T00:00Z").out == ""
     wrong = call("events", "--at", data, "--since", "yesterday")
-    assert (wrong.code, "give how long ago, such as 90s" in wrong.errors) == (2, True)
+    assert (wrong.code, "give an age such as 90s" in wrong.errors) == (2, True)
 
 
 def test_the_audit_says_who_did_what(call: Call, data: str) -> None:

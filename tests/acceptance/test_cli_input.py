@@ -168,7 +168,7 @@ def test_after_a_second_ctrl_c_nothing_is_called_sent_that_may_not_be(
     threading.Timer(0.0, lambda: eventually(lambda: len(stored(data)) == 2) and interrupt()).start()
     code, out, errors = command("send", "t")
     assert (code, out) == (INTERRUPTED, "")
-    assert errors == "interrupted again: how many of 2 messages are stored in t is not known\n"
+    assert errors == "interrupted again: it is not known how many of 2 messages are stored in t\n"
 
 
 def test_after_a_second_ctrl_c_items_are_counted_that_are_put_for_certain(
@@ -187,7 +187,7 @@ def test_after_a_second_ctrl_c_items_are_counted_that_are_put_for_certain(
     keyboard(b"one\ntwo\nthree\n")
     code, out, errors = command("queue", "put", "q")
     assert (code, out) == (INTERRUPTED, "")
-    assert errors == "interrupted again: put 2 items into q; whether the items after them were put is not known\n"
+    assert errors == "interrupted again: put 2 items into q; it is not known whether later items were put\n"
 
 
 SEND_AND_TELL = """
@@ -231,7 +231,7 @@ def test_a_second_ctrl_c_does_not_wait_for_an_append_that_is_blocked(data: Path)
         finally:
             process.kill()
     assert (process.returncode, out) == (INTERRUPTED, "noted\n"), errors
-    assert errors.startswith("interrupted again: how many of ")
+    assert errors.startswith("interrupted again: it is not known how many of ")
     assert errors.count("\n") == 1
 
 

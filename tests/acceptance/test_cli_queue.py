@@ -102,7 +102,7 @@ def test_a_queue_is_made_as_it_was_asked_for_and_described(tmp_path: Path, call:
     new = tmp_path / "new"
     backoff = ("--backoff", "exponential", "--first", "0.5", "--factor", "3", "--cap", "60", "--jitter", "0")
     told = done(new, "create", "mail", "--policy", "consume-times", "--times", "5", "--fifo", *backoff)
-    assert told == "made queue mail\n"
+    assert told == "created queue mail\n"
     (found,) = call("describe", "mail", "--json", "--at", str(new)).rows()
     assert found["policy"] == {"kind": "consume-times", "times": 5}
     assert found["backoff"] == {"kind": "exponential", "first": 0.5, "factor": 3.0, "cap": 60.0, "jitter": 0.0}
@@ -137,10 +137,10 @@ def test_each_setting_reaches_the_queue(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("create", "new", "--times", "3"), "--policy consume-times and --times K go together"),
-        (("create", "new", "--policy", "consume-times"), "--policy consume-times and --times K go together"),
-        (("create", "new", "--pause", "3"), "--pause goes with --backoff fixed"),
-        (("create", "new", "--backoff", "fixed", "--cap", "3"), "--cap goes with --backoff exponential"),
+        (("create", "new", "--times", "3"), "--policy consume-times and --times K must be given together"),
+        (("create", "new", "--policy", "consume-times"), "--policy consume-times and --times K must be given together"),
+        (("create", "new", "--pause", "3"), "--pause requires --backoff fixed"),
+        (("create", "new", "--backoff", "fixed", "--cap", "3"), "--cap requires --backoff exponential"),
         (("create", "new", "--backoff", "fixed"), "--backoff fixed needs --pause"),
         (("create", "new", "--backoff", "slow"), "slow"),
         (("take", "jobs", "--peek", "--timeout", "1"), "--peek does not wait"),
@@ -286,7 +286,7 @@ def test_an_outage_says_how_many_were_put(data: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         patched.setattr(Registry, "commit", fail)
         code, _, errors = call("put", "jobs", "a", "b", "c")
-    assert (code, errors) == (1, "nobody answers; 2 values were put before (RegistryUnavailable)")
+    assert (code, errors) == (1, "nobody answers; 2 values were put before this error (RegistryUnavailable)")
     assert values(data) == [b"a", b"b"]
 
 
@@ -370,7 +370,7 @@ def test_a_lost_reply_that_cannot_be_settled_is_said(data: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(Registry, "commit", lose)
         code, _, errors = call("take", "jobs")
-    said = "whether the last item that was printed was removed from the queue could not be found out"
+    said = "it is not known whether the last item that was printed was removed from the queue"
     assert (code, errors) == (1, f"nobody answers; {said} (RegistryUnavailable)")
 
 
@@ -440,13 +440,13 @@ def test_dead_letters_are_listed_retried_and_purged(data: Path, call: Call) -> N
     listed = call("dead", "list", "mail", "--count", "2")
     assert "ValueError: [/]\\x07 bad  k\\x1b[2J  a\\x07" in listed.out
     assert third not in listed.out
-    assert listed.errors == "these are the first 2; there are more: give --count"
-    assert call("dead", "retry", "mail", first).out == "1 dead letter of mail will be tried again\n"
+    assert listed.errors == "showing the first 2; for more, raise --count"
+    assert call("dead", "retry", "mail", first).out == "1 dead letter of mail will be retried\n"
     assert values(data, "mail") == [b"a\x07"]
     code, told, errors = call("dead", "purge", "mail", first, second)
     assert (code, told) == (1, "removed 1 dead letter of mail\n")
-    assert errors.startswith("1 of these is no dead letter of mail: see `pxrs queue dead list")
-    assert call("dead", "retry", "mail").out == "1 dead letter of mail will be tried again\n"
+    assert errors.startswith("1 of the given ids is not a dead letter of mail: see `pxrs queue dead list")
+    assert call("dead", "retry", "mail").out == "1 dead letter of mail will be retried\n"
     assert values(data, "mail") == [b"a\x07", b"c"]
 
 

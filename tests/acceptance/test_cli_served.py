@@ -72,8 +72,8 @@ def done(call: Call, at: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 def test_topics_and_messages(done: Callable[..., str], call: Call, at: str, hub: Hub) -> None:
-    assert done("topic", "create", "orders", "--partitions", "2") == "made orders with 2 partitions\n"
-    assert "is there already" in done("topic", "create", "orders", "--partitions", "2", "--exist-ok")
+    assert done("topic", "create", "orders", "--partitions", "2") == "created orders with 2 partitions\n"
+    assert "exists already" in done("topic", "create", "orders", "--partitions", "2", "--exist-ok")
     differs = call("topic", "create", "orders", "--partitions", "3", "--exist-ok")
     assert (differs.code, "partitions is 2, but 3 was requested (TopicDiffers)" in differs.errors) == (1, True)
     lines = '{"k":"ann","v":1}\n{"k":"bob","v":2}\n'
@@ -106,7 +106,7 @@ def test_groups(done: Callable[..., str], call: Call, at: str) -> None:
 
 
 def test_queues(done: Callable[..., str], at: str) -> None:
-    assert done("queue", "create", "mail", "--policy", "consume-once") == "made queue mail\n"
+    assert done("queue", "create", "mail", "--policy", "consume-once") == "created queue mail\n"
     assert done("queue", "put", "mail", "to ann", "to bob") == "put 2 items into mail\n"
     assert done("queue", "take", "mail").endswith("to ann\n")
     with pxrs.open(at) as hub, hub.transaction() as tx:
@@ -152,8 +152,8 @@ def test_the_registry_behind_the_server_is_shown(done: Callable[..., str], at: s
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("upkeep", "--once"), "run `pxrs upkeep` on the server's host, with the hub's directory"),
-        (("upkeep",), "run `pxrs upkeep` on the server's host, with the hub's directory"),
+        (("upkeep", "--once"), "run `pxrs upkeep` on its host with the hub's directory"),
+        (("upkeep",), "run `pxrs upkeep` on its host with the hub's directory"),
         (("registry", "adopt"), "run `pxrs registry adopt` with the hub's directory on the server's machine"),
     ],
     ids=["upkeep --once", "upkeep", "registry adopt"],
@@ -171,7 +171,7 @@ def test_a_log_is_checked_where_its_files_are(call: Call, at: str) -> None:
     found = call("check", at)
     assert found.code == 1
     assert found.errors == (
-        f"{at}: a log is checked where its files are: run `pxrs check` on the server's host, with the hub's directory "
+        f"{at} is a server; a check reads the hub's files: run `pxrs check` on its host with the hub's directory "
         "(InvalidUrl)"
     )
 
@@ -296,7 +296,7 @@ def test_ping_of_a_server_that_does_not_answer_ends_with_1(call: Call) -> None:
 
 def test_ping_needs_a_server(call: Call, tmp_path: Path) -> None:
     found = call("ping", "--at", str(tmp_path))
-    assert (found.code, "is no server: give pxrs://HOST:PORT" in found.errors) == (2, True)
+    assert (found.code, "is not a server's address: give pxrs://HOST:PORT" in found.errors) == (2, True)
 
 
 def test_ping_over_tls(call: Call, hub: Hub, tmp_path: Path) -> None:

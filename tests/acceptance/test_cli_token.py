@@ -36,7 +36,7 @@ def test_create_prints_the_token_alone_and_stores_its_hash(auth: Path) -> None:
     found = tokens.read(str(auth))[1].find(token)
     assert found is not None
     assert made.stderr == (
-        f"{found.id} (ci): this token is shown only now; it permits topic:orders=read, topic:orders=write\n"
+        f"{found.id} (ci): this token is shown only once; it permits topic:orders=read, topic:orders=write\n"
     )
     assert token not in auth.read_text()
     assert stat.S_IMODE(auth.stat().st_mode) == 0o600

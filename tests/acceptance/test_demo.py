@@ -53,17 +53,17 @@ def test_x19_s4_the_whole_story_with_spark_is_exact_and_leaves_a_picture(tmp_pat
             "One worker is killed with kill -9; another is paused past its lease, and its late commit is refused.",
             "It takes about a minute, at most 10 on a busy machine.",
             f"The chart of the run will be saved as {tmp_path / 'run.png'}.",
-            "133 messages are being sent, 60 in a second; 8 of them are bad orders",
+            "sending 133 messages, 60 per second; 8 of them are invalid orders",
             "anna was killed; the others own her partitions after",
             "waiting for Spark to start and read the first messages: ",
             " s of CPU time used",
-            "Spark runs too, and has read ",
-            "66 more messages are being sent",
+            "Spark is running and has read ",
+            "sending 66 more messages",
             "ben was stopped with a message in hand",
             "tried to commit: refused (group demo",
             "Spark has read them too",
             "the account is exact",
-            "a chart of the run: run.png",
+            "chart saved to run.png",
         ],
         result.stdout,
     )
@@ -72,14 +72,14 @@ def test_x19_s4_the_whole_story_with_spark_is_exact_and_leaves_a_picture(tmp_pat
     sent = int(found["messages handled"][0].replace(",", ""))
     assert sent >= 200, "and some more while Spark starts"
     assert sent <= 200 + story.SLOW_MAX + 10 * story.MORE, "however long that takes"
-    for what in ("lost", "order violations", "duplicates beyond the last checkpoint", "workers: lag"):
+    for what in ("lost", "order violations", "duplicates covered by a checkpoint", "workers: lag"):
         assert found[what] == ("0", "0")
     assert found["late commit of the zombie"] == ("refused", "refused")
     assert int(found["Spark: dead letters, with place and reason"][1]) >= sent // 16 - 1
     assert found["Spark: lag, read outside Spark"] == ("0", "0")
-    totals, archived = (int(found[f"Spark: right totals in {where}"][1]) for where in ("the topic", "Parquet"))
+    totals, archived = (int(found[f"Spark: correct totals in {where}"][1]) for where in ("the topic", "Parquet"))
     assert totals == archived + 1, "the window of the last order is still open"
-    assert found["processes that ended in good order"] == ("3", "3")
+    assert found["processes that exited gracefully"] == ("3", "3")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "\x1b" not in result.stdout, "no colours where nobody looks"
     assert result.stderr == ""
@@ -197,13 +197,13 @@ LAST_WORDS = "import sys; sys.exit('\\n'.join(f'line {n}' for n in range(9)))"
     [
         (
             {"story.RUN_S_MAX": story.END_S_MAX},
-            "the workers did not share the partitions in 0 s: the time of the demo, 0.5 minutes, is over. Is",
+            "the workers did not share the partitions in 0 s: the time limit of the demo is 0.5 minutes. Is",
         ),
         ({"story.STALLED_S_MAX": -1.0}, " s: nothing has changed for -1 s. Is the machine very busy?"),
-        ({"story.Demo._send": kill_anna}, "anna was killed by signal 9: it said nothing"),
+        ({"story.Demo._send": kill_anna}, "anna was killed by signal 9: it printed nothing"),
         (
             {"spark._CODE": LAST_WORDS, "story.SPARK_STARTS_MAX": 1},
-            "Spark ended with exit code 1; it said last:\n    line 4\n    line 5\n    line 6\n    line 7\n    line 8",
+            "Spark exited with code 1; its last output:\n    line 4\n    line 5\n    line 6\n    line 7\n    line 8",
         ),
     ],
     ids=["its time is over", "nothing changes", "a worker is killed", "Spark ends"],

@@ -149,7 +149,7 @@ def test_a_limit_is_given_by_its_name() -> None:
     assert (found.threads, found.leases_max) == (3, 7)
     assert found == dataclasses.replace(ServerLimits(), threads=3, leases_max=7)
     for wrong, words in (
-        ("nothing=1", "there is no such limit"),
+        ("nothing=1", "unknown limit"),
         ("leases_max=x", "a number"),
         ("leases_max=0", "above 0"),
     ):

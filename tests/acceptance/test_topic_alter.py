@@ -359,8 +359,8 @@ def test_settings_are_changed_through_a_server_and_from_the_command_line(tmp_pat
     command = ["topic", "alter", "orders", "--at", str(tmp_path)]
     done = forked.run_text("pxrs.cli", [*command, "--retention", "none", "--segment-bytes", "8192"])
     assert done.stdout.splitlines() == [
-        "orders: segment_bytes is 8192 now; it was 67108864",
-        "orders: retention is none now; it was 60",
+        "orders: segment_bytes changed from 67108864 to 8192",
+        "orders: retention changed from 60 to none",
     ], done.stderr
     assert (
         forked.run_text("pxrs.cli", [*command, "--retention", "none"]).stdout == "orders has these settings already\n"
@@ -387,7 +387,7 @@ def test_a_queues_policy_and_backoff_are_changed_for_items_that_are_taken_later(
                 fail_with_one(hub)
         assert queue.depth().dead == 0
         done = forked.run_text("pxrs.cli", ["queue", "alter", "mail", "--at", str(tmp_path), "--times", "2"])
-        assert done.stdout == "queue mail has policy consume-times (times 2) and backoff none now\n", done.stderr
+        assert done.stdout == "queue mail now has policy consume-times (times 2) and backoff none\n", done.stderr
         changed = hub.alter_queue("mail", backoff=pxrs.FixedBackoff(0))
         assert (changed.policy, changed.backoff) == (pxrs.ConsumeTimes(2), pxrs.FixedBackoff(0))
         while queue.depth().ready:

@@ -79,4 +79,4 @@ def test_pxrs_serve_shows_its_hub_to_those_with_a_token(directory: Path, tmp_pat
 def test_an_address_that_others_reach_is_refused(directory: Path) -> None:
     run = CliRunner().invoke(app, ["web", "--at", str(directory), "--listen", "0.0.0.0:0"])
     assert isinstance(run.exception, InvalidArgument)
-    assert "everybody there could read all messages" in str(run.exception)
+    assert "anyone there could read all messages" in str(run.exception)

@@ -247,7 +247,7 @@ def test_a_worker_that_is_killed_is_started_again(shop: Shop) -> None:
     eventually(lambda: len(supervisor.pids()) == 3, PATIENCE_S, what=supervisor.events)
     died = supervisor.events("died")
     assert [(event["worker"], event["pid"], event["code"]) for event in died] == [(1, killed, -signal.SIGKILL)]
-    assert "was ended by SIGKILL; starting it again in 0.2 s" in died[0]["text"]
+    assert "was killed by SIGKILL; restarting it in 0.2 s" in died[0]["text"]
     assert supervisor.events("started")[2]["worker"] == 1
     eventually(lambda: shop.are_at_work([other, supervisor.pids()[2]]), PATIENCE_S, what=supervisor.events)
     shop.send(400)
@@ -304,7 +304,7 @@ def test_a_handler_that_cannot_be_used_is_told_at_once_and_nothing_starts(shop: 
 @pytest.mark.parametrize(
     ("handler", "words"),
     [
-        ("shop", "write MODULE:HANDLER"),
+        ("shop", "give MODULE:HANDLER"),
         ("nowhere:handle", "importing nowhere failed: ModuleNotFoundError: No module named 'nowhere'"),
         ("broken:handle", "broken.py, line 2)"),
         ("untidy:handle", "untidy.py, line 1)"),
@@ -340,7 +340,7 @@ def test_what_is_wrong_with_a_handler_is_said_with_its_place(
         (("--lease-ttl", "-1"), 3, "lease_ttl is -1"),
         (("--registry", "memory:"), 2, "exists in one process only"),
         (("--registry", "kafka://h"), 3, "unknown scheme 'kafka'"),
-        (("--on-error", "dead-letter"), 2, "go together"),
+        (("--on-error", "dead-letter"), 2, "must be given together"),
         (("--on-error", "dead-letter", "--dead-letters", "nope"), 3, "no topic 'nope'"),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_refusal_of_the_registry_ends_the_command_and_the_other_workers(
     assert all(words in event["text"] for event in failed)
     assert events(done.stderr, "died") == []
     (stopping, *_) = events(done.stderr, "stopping")
-    assert "cannot work" in stopping["text"]
+    assert "has a permanent error" in stopping["text"]
 
 
 class Trial:
@@ -187,10 +187,10 @@ def test_a_registry_that_stays_away_at_the_start_ends_the_command_after_the_wait
         monitor = supervisor.monitor(reports)
         assert monitor.ready().reason == "waiting for the registry"
         assert supervisor.run() == EXIT_FAILED
-        assert monitor.ready().reason == "waiting for the registry: the trial process cannot reach the registry"
+        assert monitor.ready().reason == "waiting for the registry: the startup check cannot reach the registry"
     told = capfd.readouterr().err
-    assert "starting it again in" in told
-    assert "for 0.05 s now; ending: see that the registry runs" in told
+    assert "; retrying in " in told
+    assert "giving up after 0.05 s: check that the registry runs" in told
 
 
 @pytest.mark.parametrize(

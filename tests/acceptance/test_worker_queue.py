@@ -288,7 +288,7 @@ GIVEN = {"on-error": "retry", "retries": "3", "start": "latest", "assignor": "ra
             (
                 ("--queue", "jobs", *(part for part in (f"--{name}", GIVEN.get(name, "1")) if part)),
                 2,
-                f"--{name} is for topics and their groups: leave it out with --queue",
+                f"--{name} cannot be used with --queue: it applies to topics and their groups",
             )
             for name in (option.replace("_", "-") for option in worker.GROUP_OPTIONS)
         ),

@@ -126,7 +126,7 @@ def test_s4_rows_that_a_function_rejects_are_dead_letters_once_and_name_their_to
     run_history(spark, [checked], HubAddress(hub.url), {}, 20, is_written=False, as_json=True)
     out, error = capsys.readouterr()
     assert sorted(json.loads(line)["row"]["value"] for line in out.splitlines()) == good
-    assert "checked: left out 5 messages that do not parse or are rejected" in error
+    assert "checked: skipped 5 messages that do not parse or are rejected" in error
 
     matching = pipeline(topics_matching("ord.*|ret.*"), "totals", parse=checked.parse, name="m")(checked.function)
     bad = matching.bad(matching.messages(spark, HubAddress(hub.url)))
@@ -225,7 +225,7 @@ def test_history_is_written_once_by_a_function_that_rejects_rows_which_are_no_me
     send(hub, order("ann", 1), order("bob", -1), order("bob", -2), "no json")
     run_history(spark, [sums], HubAddress(hub.url), {}, 20, is_written=True, as_json=True)
     assert values(hub, "totals") == ["ann"]
-    assert "sums: left out 2 messages" in capsys.readouterr().err
+    assert "sums: skipped 2 messages" in capsys.readouterr().err
 
 
 def test_dead_letters_without_a_parse_step_are_those_that_the_function_rejects(

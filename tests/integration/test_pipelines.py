@@ -360,7 +360,7 @@ def test_s4_bad_rows_state_and_failures_are_told_for_what_they_are(java: Java) -
         "members, their state would not move with them. Give it a group of its own"
     )
     assert lost.startswith("archive: a stream has written batches into files, up to 9, that the checkpoint location")
-    assert history_refused.startswith("archive: a stream writes into files, and Spark sees only the files that its")
+    assert history_refused.startswith("archive: a streaming query writes to files, and Spark reads only files that its")
     history = [event for event in told if "row" in event]
     row = {"value": "b29wcw==", "timestamp": "2023-11-14T22:13:20.123456Z"}
     assert history == [{"pipeline": "fails", "row": row}], "a batch, shown and not written"

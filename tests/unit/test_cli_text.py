@@ -281,7 +281,7 @@ def test_counts_agree_with_their_nouns(tmp_path: Path, call: Call) -> None:
     assert wording.counted(1, "entry", "entries") == "1 entry"
     assert wording.counted(2, "entry", "entries") == "2 entries"
     at = ("--at", str(tmp_path / "data"))
-    assert call("topic", "create", "t", "--partitions", "1", *at).out == "made t with 1 partition\n"
+    assert call("topic", "create", "t", "--partitions", "1", *at).out == "created t with 1 partition\n"
     with pxrs.open(tmp_path / "data") as hub, hub.producer("t") as out:
         out.send(b"x")
     assert call("check", str(tmp_path / "data")).out.startswith("1 message, ")
@@ -306,7 +306,7 @@ def test_an_error_begins_with_what_happened_and_ends_with_its_class(data: str, c
         ),
         (
             ("queue", "dead", "retry", "mail", "x", *at),
-            "1 of these is no dead letter of mail: see `pxrs queue dead list mail`",
+            "1 of the given ids is not a dead letter of mail: see `pxrs queue dead list mail`",
         ),
     ):
         result = call(*arguments)

@@ -108,13 +108,13 @@ def test_the_numbers_are_those_of_describe(hub: Hub, call: Call, through: str) -
 def test_what_needs_attention_is_told_the_urgent_first(hub: Hub) -> None:
     told = Looker(hub, has_log=True).look().attention
     assert [(each.kind, each.name, each.text) for each in told if each.is_urgent] == [
-        ("group", "billing", "1 of 4 partitions paused by a message that failed"),
-        ("group", "left", "lag 12, and no members"),
+        ("group", "billing", "1 of 4 partitions paused at a failed message"),
+        ("group", "left", "lag 12, but no members"),
         ("queue", "mail", "1 dead letter"),
     ]
     others = [(each.kind, each.name, each.text) for each in told if not each.is_urgent]
     assert others[0] == ("group", "billing", "1 of 4 partitions without an owner")
-    assert others[1][2].startswith("a partition with a lag has had no checkpoint for 1,00")
+    assert others[1][2].startswith("a partition with lag has had no checkpoint for 1,00")
     assert len(others) == 2
     assert [each.is_urgent for each in told] == sorted((each.is_urgent for each in told), reverse=True)
 
@@ -217,7 +217,7 @@ def test_everything_is_shown_elsewhere_and_what_needs_attention_first() -> None:
     for name in ("g0", "t0", "q0", "g99", "t99", "q99"):
         assert f"\n{name} " in text
     assert text.index("group g0:") < text.index("\ng99 ") < text.index("\ng0 ")
-    assert "m0 2, m1 2, m2 2, and 2 more, none 1" in text
+    assert "m0 2, m1 2, m2 2, and 2 more, unowned 1" in text
 
 
 def test_names_cannot_act_on_the_terminal() -> None:
@@ -230,7 +230,7 @@ def test_names_cannot_act_on_the_terminal() -> None:
 def test_top_prints_once_into_a_pipe(hub: Hub, call: Call) -> None:
     found = call("top", "--at", hub.url)
     assert found.code == 0
-    assert "group left: lag 12, and no members" in found.out.splitlines()
+    assert "group left: lag 12, but no members" in found.out.splitlines()
 
 
 def test_json_is_a_line_for_each_look_until_ctrl_c(hub: Hub) -> None:

@@ -100,13 +100,13 @@ def test_the_account_of_spark_catches_a_cent() -> None:
     place, total = next(iter(right.totals.items()))
     wrong = lines(replace(right, totals={**right.totals, place: total + Decimal("0.01")}))
     count = len(right.totals)
-    assert wrong["Spark: right totals in the topic"] == (f"{count}", f"{count - 1}, and 1 wrong")
+    assert wrong["Spark: correct totals in the topic"] == (f"{count}", f"{count - 1}, and 1 wrong")
     assert len(wrong) == 2, "and their sum"
 
 
 def test_the_account_of_spark_catches_what_is_archived_twice_or_never() -> None:
     right = made()
-    count, what = len(right.archived), "Spark: right totals in Parquet"
+    count, what = len(right.archived), "Spark: correct totals in Parquet"
     assert lines(replace(right, archived=[*right.archived, right.archived[0]]))[what][1] == f"{count}, and 1 wrong"
     assert lines(replace(right, archived=right.archived[1:]))[what] == (f"{count}", f"{count - 1}")
 
@@ -258,7 +258,7 @@ def test_what_a_stopped_worker_has_printed_is_known_before_it_goes_on(worker: Wo
 
 def test_a_worker_that_somebody_else_has_killed_is_a_failure(worker: Worker) -> None:
     os.kill(worker.process.pid, signal.SIGKILL)
-    assert eventually(worker.failure) == "anna was killed by signal 9: it said nothing"
+    assert eventually(worker.failure) == "anna was killed by signal 9: it printed nothing"
 
 
 def test_a_process_is_killed_when_its_time_to_end_is_over_and_its_cpu_time_is_known_before() -> None:

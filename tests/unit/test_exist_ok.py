@@ -357,8 +357,8 @@ def pxrs_says(*command: str) -> str:
 
 def test_the_command_line_creates_a_topic_once(tmp_path: Path) -> None:
     create = ("topic", "create", "orders", "--at", str(tmp_path / "data"), "--partitions", "4")
-    assert pxrs_says(*create, "--exist-ok") == "made orders with 4 partitions\n"
-    there = "orders is there already, with 4 partitions and the same settings\n"
+    assert pxrs_says(*create, "--exist-ok") == "created orders with 4 partitions\n"
+    there = "orders exists already, with 4 partitions and the same settings\n"
     assert pxrs_says(*create, "--exist-ok") == there
     with pytest.raises(TopicExists):
         pxrs_says(*create)
@@ -368,8 +368,8 @@ def test_the_command_line_creates_a_topic_once(tmp_path: Path) -> None:
 
 def test_the_command_line_creates_a_queue_once(tmp_path: Path) -> None:
     create = ("queue", "create", "mail", "--at", str(tmp_path / "data"), "--policy", "consume-times", "--times", "5")
-    assert pxrs_says(*create, "--exist-ok") == "made queue mail\n"
-    assert pxrs_says(*create, "--exist-ok") == "queue mail is there already, with the same settings\n"
+    assert pxrs_says(*create, "--exist-ok") == "created queue mail\n"
+    assert pxrs_says(*create, "--exist-ok") == "queue mail exists already with the same settings\n"
     with pytest.raises(QueueExists):
         pxrs_says(*create)
     with pytest.raises(QueueDiffers, match="fifo is False, but True was requested"):

@@ -180,7 +180,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 def test_queue_commands_need_no_directory(registry: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     at = ("--registry", registry)
-    assert call("queue", "create", "mail", "--policy", "consume-once", *at).out == "made queue mail\n"
+    assert call("queue", "create", "mail", "--policy", "consume-once", *at).out == "created queue mail\n"
     assert call("queue", "put", "mail", "a", "b", *at).out == "put 2 items into mail\n"
     monkeypatch.setenv("PXRS_REGISTRY", registry)
     assert call("queue", "take", "mail").out.endswith(" a\n")
@@ -208,7 +208,7 @@ def test_a_wrong_path_of_a_registry_is_an_error_and_leaves_nothing_behind(call: 
             result = call(*arguments, "--registry", wrong)
             assert (result.code, result.errors) == (
                 EXIT_FINAL if arguments[0] == "worker" else EXIT_FAILED,
-                f"there is no registry at {text}: correct --registry or PXRS_REGISTRY, or make it with "
+                f"there is no registry at {text}: correct --registry or PXRS_REGISTRY, or create it with "
                 "`pxrs queue create` (InvalidUrl)",
             )
     assert os.listdir() == []

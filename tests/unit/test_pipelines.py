@@ -172,7 +172,7 @@ def test_files_of_a_stream_that_the_checkpoint_location_does_not_know_are_refuse
 
 def test_history_is_not_written_where_a_stream_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pxrs.cli.pipeline.history.last_written", lambda spark, folder: -1, raising=False)
-    with pytest.raises(InvalidPipeline, match="totals: a stream writes into out"):
+    with pytest.raises(InvalidPipeline, match="totals: a streaming query writes to out"):
         run_history(None, [make(sink=parquet("out"))], HubAddress("hub"), {}, 20, True, False)  # type: ignore[arg-type]
 
 
@@ -297,14 +297,14 @@ def test_without_pyspark_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--write"], 2, "go with --history"),
-        (["--history", "--once"], 2, "ends by itself"),
+        (["--write"], 2, "require --history"),
+        (["--history", "--once"], 2, "cannot be used with --history"),
         (["--registry", "memory:"], 2, "Spark has several"),
-        (["--conf", "x"], 2, "write KEY=VALUE"),
+        (["--conf", "x"], 2, "give KEY=VALUE"),
         (["--at", "nowhere"], 3, "there is no directory nowhere"),
-        (["--at", "memory:"], 3, "share a hub in a directory"),
+        (["--at", "memory:"], 3, "cannot be shared by Spark's processes"),
         (["--at", "pxrs://127.0.0.1:1"], 2, "--checkpoints DIR"),
-        (["nope"], 2, "no pipeline nope; there are one"),
+        (["nope"], 2, "there is no pipeline nope; the file has one"),
         ([], 2, "pxrs topic create b --at"),
     ],
 )

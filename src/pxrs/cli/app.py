@@ -21,37 +21,37 @@ COMMANDS: Final = {
     "new": Lazy("pxrs.cli.new.command", "new", "Write a small project to start from: a handler and its tests."),
     "send": Lazy("pxrs.cli.send", "send", "Send messages: one VALUE, or the lines of standard input."),
     "tail": Lazy("pxrs.cli.tail", "tail", "Print messages of a topic, and with -f each new one as it arrives."),
-    "top": Lazy("pxrs.cli.top", "top", "Show a hub live: rates, lag, owners, what needs attention first."),
+    "top": Lazy("pxrs.cli.top", "top", "Show a live view of a hub, problems first: rates, lag and owners."),
     "topic": Lazy("pxrs.cli.topic", "app", "Create, list, describe, change, copy and delete topics."),
-    "group": Lazy("pxrs.cli.group", "app", "Show consumer groups, reset them, delete them."),
-    "queue": Lazy("pxrs.cli.queue", "app", "Create work queues, put items into them, take items from them, show them."),
-    "source": Lazy("pxrs.cli.source", "app", "Register tables of SQL databases, to be read as topics are."),
-    "worker": Lazy("pxrs.cli.worker", "worker", "Handle messages or items of a queue, in several processes."),
+    "group": Lazy("pxrs.cli.group", "app", "Show, reset and delete consumer groups; retry or skip failed messages."),
+    "queue": Lazy("pxrs.cli.queue", "app", "Create and show work queues, put and take items, manage dead letters."),
+    "source": Lazy("pxrs.cli.source", "app", "Register tables of SQL databases, which can then be read like topics."),
+    "worker": Lazy("pxrs.cli.worker", "worker", "Run a handler for messages or queue items in several processes."),
     "pipeline": Lazy("pxrs.cli.pipeline.command", "app", "Run the Spark pipelines of a file."),
     "serve": Lazy("pxrs.cli.serve", "serve", "Serve a hub to other processes and hosts."),
     "broker": Lazy("pxrs.cli.broker", "broker", "Run a broker of a replicated cluster."),
     "storage": Lazy("pxrs.cli.storage", "storage", "Run a storage node of a replicated cluster."),
     "cluster": Lazy(
-        "pxrs.cli.cluster.command", "app", "Run a cluster on this machine, show one, take storage nodes out of one."
+        "pxrs.cli.cluster.command", "app", "Run a cluster on this machine, show a cluster, manage its storage nodes."
     ),
-    "token": Lazy("pxrs.cli.token", "app", "Make, list and revoke the tokens of `pxrs serve --auth FILE`."),
+    "token": Lazy("pxrs.cli.token", "app", "Create, list and revoke the tokens of `pxrs serve --auth FILE`."),
     "ping": Lazy("pxrs.cli.ping", "ping", "Measure round trips to a server, and show its version."),
     "upkeep": Lazy(
         "pxrs.cli.upkeep",
         "app",
-        "Apply retention and remove what is no longer needed, or show which process does.",
+        "Run the upkeep of a hub (retention and cleanup), or show which process runs it.",
     ),
     "metrics": Lazy("pxrs.cli.metrics", "metrics", "Export the lag of all groups and the sizes of topics and queues."),
     "events": Lazy("pxrs.cli.events", "events", "Show what happened to a hub: joins, hand-overs, fences, pauses."),
-    "audit": Lazy("pxrs.cli.events", "audit", "Show what administrators did to a hub, with who and when."),
+    "audit": Lazy("pxrs.cli.events", "audit", "Show the audit log of a hub: which administrator did what, and when."),
     "web": Lazy("pxrs.cli.web", "web", "Show a hub in a browser: topics, groups, queues, streaming queries."),
-    "backup": Lazy("pxrs.cli.backup", "backup", "Copy a hub that is in use, consistently."),
-    "restore": Lazy("pxrs.cli.backup", "restore", "Make a hub of a backup, in an empty place."),
-    "check": Lazy("pxrs.cli.check", "check", "Read every byte of a log, report all damage, and with --repair mend it."),
+    "backup": Lazy("pxrs.cli.backup", "backup", "Make a consistent backup of a hub while it is in use."),
+    "restore": Lazy("pxrs.cli.backup", "restore", "Restore a backup into an empty directory and registry."),
+    "check": Lazy("pxrs.cli.check", "check", "Verify every byte of a log, and repair damage with --repair."),
     "registry": Lazy(
-        "pxrs.cli.registry", "app", "Look into a registry, print its DDL, and record which registry a hub belongs to."
+        "pxrs.cli.registry", "app", "Inspect a registry, print its DDL, and record which registry a hub belongs to."
     ),
-    "demo": Lazy("pxrs.cli.demo.command", "demo", "Show all of it with real processes: a kill -9, a take-over, Spark."),
+    "demo": Lazy("pxrs.cli.demo.command", "demo", "Run a demo with real processes: a kill -9, a take-over, Spark."),
 }
 """What `pxrs --help` lists, in this order."""
 
@@ -78,7 +78,7 @@ def _root(
             "--log-format",
             envvar=VARIABLE,
             metavar="FORMAT",
-            help="Print the log on standard error, as `text` or as `json`, one object a line.",
+            help="Log to standard error, as `text` or as `json` (one object per line).",
         ),
     ] = None,
 ) -> None:

@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from pxrs.backup.manifest import BackupManifest
     from pxrs.backup.restoring import Restored
 
-_BESIDE = "a backup is made where the hub's files are"
+_BESIDE = "a backup copies the hub's files"
 
 
 def backup(
     at: At,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder for the backup, best on another disk.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The folder of the backup, ideally on another disk.")],
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a hub that is in use: its topics, groups, queues and the state of its Spark queries, consistently.
+    """Make a consistent backup of a hub while it is in use: topics, groups, queues and the state of Spark queries.
 
-    A TARGET that holds an earlier backup of the same hub is brought up to date: what it has is not copied again, and it
-    stays a whole backup until the new one is. An interrupted run is resumed by running the command again. Exit code 1
-    if a damaged topic had to be left out.
+    If TARGET holds an earlier backup of the same hub, only new data is copied, and the earlier backup stays valid until
+    the new one is complete. To resume an interrupted backup, run the command again. Exit code 1 if a damaged topic was
+    skipped.
     """
     from pxrs.backup.making import make_backup
 
     refuse_server(at, "pxrs backup", _BESIDE)
     with open_hub(at, registry, needs_log=True) as hub, _progress() as tell:
         if hub.log.folder is None:
-            raise InvalidUrl(f"{hub.url} is in no directory: there is nothing to copy")
+            raise InvalidUrl(f"{hub.url} has no directory, so there is nothing to back up: give a hub in a directory")
         home = hub.check_registry()
         address = parse(hub.log.folder / "registry" if registry is None else registry)
         store = None if is_missing(address) else hub.registry
@@ -59,19 +59,19 @@ def backup(
 def restore(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="The folder of a backup.")],
     at: Annotated[
-        str | None, typer.Option("--at", metavar="DIRECTORY", help="The directory of the new hub: empty or missing.")
+        str | None, typer.Option("--at", metavar="DIRECTORY", help="The directory of the new hub, empty or missing.")
     ] = None,
     registry: RegistryUrl = None,
     only_verify: Annotated[
-        bool, typer.Option("--verify", help="Only check that the backup is whole, every byte of it; write nothing.")
+        bool, typer.Option("--verify", help="Only verify every byte of the backup; restore nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a hub of a backup, in an empty directory and an empty registry, which may be of another kind.
+    """Restore a backup into an empty directory and an empty registry, which may be of another kind than the original.
 
-    Groups go on at their checkpoints, queues with their items, Spark queries with their manifests. The new hub has an
-    identity of its own: the one that was copied may still be running. Give no --at from the environment: a restoration
-    names its directory.
+    Groups continue from their checkpoints, queues keep their items, and Spark queries continue after their last batch.
+    The new hub has an id of its own, so the original may still be running. PXRS_AT has no effect here: --at must name
+    the directory.
     """
     from pxrs.backup.restoring import refuse_used, verify
     from pxrs.backup.target import refuse_overlap
@@ -79,7 +79,7 @@ def restore(
     if at is None and not only_verify:
         raise typer.BadParameter("give --at DIRECTORY, or --verify", param_hint="--at")
     if at is not None:
-        refuse_server(at, "pxrs restore", "a backup is restored where the hub's files will be")
+        refuse_server(at, "pxrs restore", "a restore writes the hub's files")
     with _progress() as tell:
         if at is None or only_verify:
             manifest = verify(Path(source), tell)
@@ -102,7 +102,7 @@ def _restore(source: Path, directory: Path, registry: str | None, tell: Tell) ->
     refuse_used(directory)  # verifying takes long
     address = parse(directory / "registry" if registry is None else registry)
     if address.scheme in ("memory", "pxrs"):
-        raise InvalidUrl(f"{address.text}: give the address of a store that keeps the keys: a hub cannot belong to it")
+        raise InvalidUrl(f"{address.text} cannot be the registry of a restored hub: give a directory or a database")
     with registries.open(directory / "registry" if registry is None else registry) as store:
         return restore_backup(source, manifest, directory, store, address.shown, tell)
 
@@ -117,7 +117,7 @@ def _progress() -> Iterator[Tell]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     err = Console(stderr=True)
     with Bar(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("beginning", total=None)
+        task = bar.add_task("starting", total=None)
 
         def tell(progress: Progress) -> None:
             bar.update(task, description=progress.stage, completed=progress.done_bytes, total=progress.total_bytes)
@@ -132,16 +132,16 @@ def _print_backup(made: MadeBackup, target: str, as_json: bool) -> None:
         typer.echo(json.dumps({**_plain(manifest), "target": target, **copied, "left_out": manifest.left_out}))
         return
     echo(f"{target} holds a backup of {_contents(manifest)}")
-    echo(f"copied {made.copied_bytes:,} bytes, and {made.kept_bytes:,} were there; registry: {manifest.moment}")
+    echo(f"copied {made.copied_bytes:,} bytes, {made.kept_bytes:,} were there already; registry: {manifest.moment}")
     for topic, what in manifest.left_out.items():
-        tell_error(printable(f"topic {topic} is damaged and is not in the backup: {what}"))
+        tell_error(printable(f"topic {topic} is damaged and was skipped: {what}"))
 
 
 def _print_verified(manifest: BackupManifest, source: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({**_plain(manifest), "source": source, "is_whole": True}))
     else:
-        echo(f"{source} is whole: a backup of {_contents(manifest)}")
+        echo(f"{source} is intact: a backup of {_contents(manifest)}")
 
 
 def _print_restored(restored: Restored, directory: Path, as_json: bool) -> None:
@@ -149,10 +149,10 @@ def _print_restored(restored: Restored, directory: Path, as_json: bool) -> None:
         found = {"directory": str(directory), "new_hub": restored.hub, "keys": restored.keys}
         typer.echo(json.dumps({**_plain(restored.manifest), **found, "groups_left_out": restored.groups_left_out}))
         return
-    echo(f"{directory} is the hub {restored.hub[:8]}, restored from a backup of {_contents(restored.manifest)}")
+    echo(f"restored hub {restored.hub[:8]} in {directory} from a backup of {_contents(restored.manifest)}")
     if restored.groups_left_out:
         names = ", ".join(restored.groups_left_out)
-        echo(f"left out, because their topics are in another hub that shared the registry: the groups {names}")
+        echo(f"skipped groups whose topics are in another hub that shared the registry: {names}")
 
 
 def _counts(manifest: BackupManifest) -> dict[str, int]:

@@ -44,13 +44,13 @@ def broker(
     advertise: Annotated[
         str | None,
         typer.Option(
-            "--advertise", metavar="HOST:PORT", help="The address for clients and other brokers, if --listen is not."
+            "--advertise", metavar="HOST:PORT", help="The address that clients and other brokers use, if not --listen."
         ),
     ] = None,
     name: Annotated[str, typer.Option("--name", help="Shown by pxrs cluster status.")] = "",
     lease_s: Annotated[
         float,
-        typer.Option("--lease-s", min=1.0, help="After so many seconds of silence other brokers take the partitions."),
+        typer.Option("--lease-s", min=1.0, help="How long without lease renewal until others take the partitions."),
     ] = 6.0,
     node_timeout_s: Annotated[
         float, typer.Option("--node-timeout-s", min=0.1, help="How long a storage node may take to answer.")
@@ -60,28 +60,28 @@ def broker(
     ] = 10.0,
     copies_grace_s: Annotated[
         float,
-        typer.Option("--copies-grace-s", min=0.1, help="After so many seconds a lost node's copies are made anew."),
+        typer.Option("--copies-grace-s", min=0.1, help="After how long the copies of a lost node are re-created."),
     ] = 10.0,
     placement: Annotated[
         str,
         typer.Option(
             "--placement",
-            help="How nodes are chosen for topics that are created through this broker: least loaded, round robin, "
-            "random, or an entry point pxrs.placements.",
+            help="How storage nodes are chosen for topics that are created through this broker: least loaded, round "
+            "robin, random, or the name of an entry point in pxrs.placements.",
         ),
     ] = "least loaded",
     cache_mb: Annotated[
-        int, typer.Option("--cache-mb", min=1, help="How much of the newest messages is kept in memory for readers.")
+        int, typer.Option("--cache-mb", min=1, help="MiB of the newest messages that are kept in memory for readers.")
     ] = 256,
     insecure: Insecure = False,
     auth: ClientTokens = None,
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", metavar="FILE", help="The token to show to storage nodes and other brokers."),
+        typer.Option("--token-file", metavar="FILE", help="A file with the token for storage nodes and other brokers."),
     ] = None,
     ca_file: Annotated[
         Path | None,
-        typer.Option("--ca-file", metavar="FILE", help="Reach storage nodes and brokers by TLS; trust this authority."),
+        typer.Option("--ca-file", metavar="FILE", help="Use TLS to storage nodes and brokers, and trust this CA."),
     ] = None,
     tls_cert: Annotated[
         Path | None,
@@ -93,13 +93,13 @@ def broker(
     registry_wait: RegistryWait = START_WAIT_S,
     limit: Annotated[
         list[str] | None,
-        typer.Option("--limit", metavar="NAME=VALUE", help="A limit, see docs/serve.md. May be given several times."),
+        typer.Option("--limit", metavar="NAME=VALUE", help="A limit, see docs/serve.md; may be repeated."),
     ] = None,
 ) -> None:
     """Run a broker until Ctrl-C or SIGTERM: it owns partitions, and clients reach the cluster through it.
 
-    Any broker takes every call. A broker that ends, or is killed, is followed by the others: they take its partitions,
-    and clients find them there by themselves.
+    Any broker accepts any call. When a broker stops or is killed, the others take over its partitions, and clients find
+    the new owners automatically.
     """
     # Over the limit: each option of the command is a parameter with its help text.
     try:
@@ -117,7 +117,7 @@ def broker(
     placement_named(placement)
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):
-        raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")
+        raise InvalidArgument("--registry memory: exists in this process only: give the registry of the cluster")
     limits = with_limits(ServerLimits(), {}, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     server = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
@@ -169,7 +169,7 @@ async def _run(
     except Closed:
         if not stop.is_set():
             raise
-        echo("stopped before the broker was started")
+        echo("stopped during the start of the broker")
     finally:
         beating.cancel()
 
@@ -205,7 +205,7 @@ async def _serve(
         standing_back.cancel()  # the lease ends below, and calls that are under way are still answered
     for number in _SIGNALS:
         loop.remove_signal_handler(number)  # a second signal ends the process at once
-    echo("stopping: other brokers take the partitions; waiting for calls that are under way")
+    echo("stopping: other brokers take over the partitions; waiting for calls in progress")
     await asyncio.to_thread(running.leave)
     await server.stop()
 
@@ -237,5 +237,5 @@ class _State:
         degraded = sum(partition.is_degraded for partition in partitions)
         fields = {"partitions": len(partitions), "not serving": unopened, "degraded": degraded}
         if self.running.broker.membership.lease is None:
-            return Verdict(False, f"{NO_LEASE}; it joins again when it can", fields)
+            return Verdict(False, f"{NO_LEASE}; it rejoins the cluster when it can", fields)
         return Verdict(True, "", fields)

@@ -32,20 +32,20 @@ class _Found(NamedTuple):
 def check(
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY")],
     repair: Annotated[
-        bool, typer.Option("--repair", help="Say what could be done about the findings, ask, and do it.")
+        bool, typer.Option("--repair", help="Show which repairs are possible, ask, and make them.")
     ] = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Read every byte of a log, and report everything that is damaged, missing or inconsistent. Exit code 1 if anything
-    is.
+    """Verify every byte of a log, and report everything that is damaged, missing or inconsistent. Exit code 1 if there
+    is a finding.
 
-    Without --repair it changes nothing and takes no lock: run it at any time, beside producers and consumers. With
-    --repair no byte is thrown away: what is replaced is kept beside its place, under a name that is printed.
+    Without --repair it changes nothing and takes no lock, so it can run at any time, beside producers and consumers.
+    With --repair no data is deleted: what is replaced is kept beside it, under a name that is printed.
     """
     from pxrs.log.directory.repair import plan
 
-    refuse_server(directory, "pxrs check", "a log is checked where its files are")
+    refuse_server(directory, "pxrs check", "a check reads the hub's files")
     found = _read(Path(directory))
     if not repair or not found.findings:
         _print(found, as_json)
@@ -58,7 +58,7 @@ def check(
     possible = [step for step in steps if step.is_possible]
     if possible:
         lost = sum(step.lost for step in possible)
-        confirm(f"Do {counted(len(possible), 'repair')}? {counted(lost, 'offset')} will have no messages.", yes)
+        confirm(f"Make {counted(len(possible), 'repair')}? {counted(lost, 'offset')} will have no message.", yes)
         _audit(directory, _perform(possible, as_json))
         found = _read(Path(directory))
     _print(found, as_json)

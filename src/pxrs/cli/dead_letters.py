@@ -37,14 +37,14 @@ Ids = Annotated[
 def list_dead(
     queue: Name,
     at: MaybeAt = None,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many at most, the oldest first.")] = 100,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="List at most this many, oldest first.")] = 100,
     traceback: Annotated[bool, typer.Option("--traceback", help="Also print the tracebacks.")] = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """List dead letters: when and after how many deliveries each item became one, and the error of the last delivery.
+    """List dead letters: when each item became one, after how many deliveries, and the error of the last delivery.
 
-    With --json, error_type and traceback are always there; they are empty if no handler raised."""
+    With --json, error_type and traceback are always present; they are empty if no handler raised."""
     with open_hub(at, registry) as hub:
         found = hub.queue(queue).dead_letters().list(count + 1)
     if as_json:
@@ -63,7 +63,7 @@ def list_dead(
             if item.traceback:
                 echo(indented(item.traceback))
     if len(found) > count:
-        typer.echo(f"these are the first {count:,}; there are more: give --count", err=True)
+        typer.echo(f"showing the first {count:,}; for more, raise --count", err=True)
 
 
 @app.command()
@@ -71,7 +71,7 @@ def retry(queue: Name, at: MaybeAt = None, ids: Ids = None, registry: RegistryUr
     """Put dead letters back into the queue, as if they had never been delivered."""
     with open_hub(at, registry) as hub:
         done = hub.queue(queue).dead_letters().retry(ids or None)
-    typer.echo(f"{counted(done, 'dead letter')} of {queue} will be tried again")
+    typer.echo(f"{counted(done, 'dead letter')} of {queue} will be retried")
     _tell_missing(queue, ids, done)
 
 
@@ -119,6 +119,6 @@ def _plain(item: Item) -> dict[str, Any]:
 def _tell_missing(queue: str, ids: list[str] | None, done: int) -> None:
     missing = len(set(ids or ())) - done
     if ids and missing:
-        what = "is no dead letter" if missing == 1 else "are no dead letters"
-        tell_error(f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
+        what = "is not a dead letter" if missing == 1 else "are not dead letters"
+        tell_error(f"{missing} of the given ids {what} of {queue}: see `pxrs queue dead list {queue}`")
         raise typer.Exit(1)

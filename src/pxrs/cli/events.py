@@ -37,10 +37,10 @@ _COLOURS: Final = {
 Ago = Annotated[
     str | None,
     typer.Option(
-        "--since", metavar="WHEN", help="How long ago, such as 90s, 30m, 1h or 7d; or a time such as 2026-01-31T12:00Z."
+        "--since", metavar="WHEN", help="An age such as 90s, 30m, 1h or 7d, or a time such as 2026-01-31T12:00Z."
     ),
 ]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for further events, until interrupted.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new events, until interrupted.")]
 
 
 def events(
@@ -64,7 +64,7 @@ def events(
 def audit(
     at: At, since: Ago = None, follow: Follow = False, registry: RegistryUrl = None, as_json: Json = False
 ) -> None:
-    """Show what administrators did to a hub, oldest first: who did what, and when. It is kept for a year."""
+    """Show what administrators did to a hub, oldest first: who did what, and when. Entries are kept for a year."""
     moment = _moment(since)
     with open_hub(at, registry, needs_log=True) as hub:
         _print(hub.audit(since=moment, follow=follow), as_json)
@@ -75,7 +75,7 @@ def _moment(since: str | None) -> datetime | timedelta | None:
         return None if since is None else moments.since(since)
     except ValueError:
         raise typer.BadParameter(
-            f"{since!r}: give how long ago, such as 90s, 30m, 1h or 7d, or a time such as 2026-01-31T12:00Z",
+            f"{since!r}: give an age such as 90s, 30m, 1h or 7d, or a time such as 2026-01-31T12:00Z",
             param_hint="--since",
         ) from None
 

@@ -31,7 +31,7 @@ app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="GROUP", help="The group's name.", autocompletion=complete_group)]
 Pairs = Annotated[
     list[str] | None,
-    typer.Option("--partition", metavar="P=OFFSET", help="An offset for one partition; give it for each."),
+    typer.Option("--partition", metavar="P=OFFSET", help="The offset of one partition; may be repeated."),
 ]
 REFRESH_S: Final = 1.0
 """After how many seconds the lag is read again. Appends do not wake this command, which watches the registry."""
@@ -41,9 +41,10 @@ PAUSE_S: Final = 0.1
 
 @app.command("list")
 def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """List the groups, how many members each has, and their lag.
+    """List the groups with their members, partitions and lag.
 
-    A lag such as `<= 12` is an upper bound, as for tables; one that is `unknown` is explained below the list.
+    A lag such as `<= 12` is an upper bound, as for tables, whose ids have gaps. If a lag is `unknown`, the reason is
+    printed below the list.
     """
     with open_hub(at, registry) as hub:
         found = list(_describe_all(hub))
@@ -71,16 +72,16 @@ def describe(
     at: MaybeAt = None,
     registry: RegistryUrl = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Go on, and show each change, until interrupted.")
+        bool, typer.Option("--watch", "-w", help="Keep running and show each change, until interrupted.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the members of a group, and for each partition the owner, epoch, checkpoint, lag, and the message that
-    pauses it.
+    """Show the members of a group, and for each partition its owner, epoch, checkpoint and lag, and the failed message
+    at which it is paused.
 
-    A lag such as `<= 12` is an upper bound: for a table it counts ids, those of other partitions included. Below a
-    partition that is paused by a message, the traceback of its handler follows; not with --watch. With --watch and
-    --json, one line is printed for each change.
+    A lag such as `<= 12` is an upper bound: for a table it counts ids, including those of other partitions. For a
+    paused partition the traceback of the handler is printed, except with --watch. With --watch and --json, one line is
+    printed per change.
     """
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
@@ -102,9 +103,9 @@ def reset(
         ),
     ] = None,
     partition: Pairs = None,
-    topic: Annotated[str | None, typer.Option(help="One of those that the group reads; by default all.")] = None,
+    topic: Annotated[str | None, typer.Option(help="Only this topic or source; by default all.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also while the group has members: they go on from there.")
+        bool, typer.Option("--force", help="Reset even if the group has members; they continue from there.")
     ] = False,
     yes: Yes = False,
     registry: RegistryUrl = None,
@@ -112,8 +113,8 @@ def reset(
 ) -> None:
     """Set the checkpoints of a group: give --to for all partitions, or --partition for some.
 
-    If the new offset is before the checkpoint, messages are handled again; if it is behind it, the messages in between
-    are never handled.
+    If the new offset is before the checkpoint, the messages in between are handled again; if it is after the
+    checkpoint, they are skipped.
     """
     if (to is None) == (not partition):
         raise typer.BadParameter("give either --to or --partition")
@@ -135,18 +136,18 @@ def delete(
         str | None,
         typer.Option(metavar="NAME_OR_ID", help="Delete only the checkpoints of this topic or source; by default all."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also while the group has members: they start anew.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete even if the group has members.")] = False,
     yes: Yes = False,
     registry: RegistryUrl = None,
 ) -> None:
-    """Delete a group and its checkpoints, or with --topic those of one topic. Later consumers of the group start
-    anew."""
+    """Delete a group and its checkpoints, or with --topic those of one topic. Consumers that join the group later start
+    without checkpoints."""
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
         count = len(handle.describe().partitions)
         of = counted(count, "partition") if topic is None else topic
         what = f"group {group} and its checkpoints" if topic is None else f"the checkpoints of group {group}"
-        confirm(f"Forget {what} of {of} for good?", yes)
+        confirm(f"Remove {what} of {of} for good?", yes)
         handle.delete(force, topic)
     typer.echo(f"removed group {group}" if topic is None else f"removed the checkpoints of {topic} from group {group}")
 
@@ -168,11 +169,11 @@ def import_checkpoint(
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Start a group from the checkpoint of a consumer that was used before, given as a single OFFSET or by --partition.
+    """Start a group where another consumer stopped: give its position as one OFFSET, or with --partition.
 
-    A topic with several partitions counts its offsets in each of them, so it takes --partition for each, and refuses a
-    single OFFSET. The ids of a table are shared by all its partitions: OFFSET is the last id that was handled, plus 1.
-    Existing checkpoints are kept without --force.
+    Each partition of a topic has its own offsets, so a topic with several partitions needs --partition for each. All
+    partitions of a table share its ids: OFFSET is the last id that was handled, plus 1. Existing checkpoints are kept
+    unless --force is given.
     """
     if (offset is None) == (not partition):
         raise typer.BadParameter("give either OFFSET or --partition")
@@ -186,24 +187,24 @@ def import_checkpoint(
 
 @app.command()
 def retry(group: Name, topic: str, partition: int, at: MaybeAt = None, registry: RegistryUrl = None) -> None:
-    """Handle the message again that a partition is paused at."""
+    """Retry the failed message at which a partition is paused."""
     with open_hub(at, registry) as hub:
         hub.group(group).retry(topic, partition)
-    typer.echo(f"group {group} tries {topic}/{partition} again")
+    typer.echo(f"group {group} retries {topic}/{partition}")
 
 
 @app.command()
 def skip(
     group: Name, topic: str, partition: int, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None
 ) -> None:
-    """Go on behind the message that a partition is paused at; the message is never handled."""
+    """Skip the failed message at which a partition is paused, and resume. The group never handles the message."""
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
         paused = handle.paused(topic, partition)
-        question = f"Leave out {topic}/{partition} offset {paused.offset}, which failed with {printable(paused.error)}?"
+        question = f"Skip {topic}/{partition} offset {paused.offset}, which failed with {printable(paused.error)}?"
         confirm(question, yes)
         handle.skip(topic, partition, paused.offset)
-    typer.echo(f"group {group} leaves out {topic}/{partition} offset {paused.offset}")
+    typer.echo(f"group {group} skipped {topic}/{partition} offset {paused.offset}")
 
 
 def _describe_all(hub: Hub) -> Iterator[GroupDescription]:
@@ -224,9 +225,7 @@ def _where(to: str) -> To:
     try:
         return moment(to)
     except ValueError:
-        raise typer.BadParameter(
-            f"{to!r} is neither earliest, latest, an offset nor {FORMS}", param_hint="--to"
-        ) from None
+        raise typer.BadParameter(f"{to!r}: give earliest, latest, an offset, or {FORMS}", param_hint="--to") from None
 
 
 def _pairs(pairs: list[str]) -> dict[int, int]:
@@ -235,7 +234,7 @@ def _pairs(pairs: list[str]) -> dict[int, int]:
         number, _, offset = pair.partition("=")
         if not (number.isdecimal() and offset.isdecimal()) or int(number) in offsets:
             raise typer.BadParameter(
-                f"{pair!r}: write a partition's number and its offset, such as 3=120, each partition once",
+                f"{pair!r}: give PARTITION=OFFSET, such as 3=120, and each partition only once",
                 param_hint="--partition",
             )
         offsets[int(number)] = int(offset)
@@ -249,7 +248,7 @@ def _tell_offsets(offsets: dict[str, dict[int, int]], as_json: bool) -> None:
             typer.echo(json.dumps({"topic": topic, "partition": number, "offset": offset}))
         return
     if not rows:
-        typer.echo("nothing was written: every partition has a checkpoint; replace them with --force")
+        typer.echo("nothing was written: every partition has a checkpoint; pass --force to replace them")
         return
     from rich.table import Table
     from rich.text import Text

@@ -184,7 +184,7 @@ class KeptReading:
         """How many readings have ended."""
         self._began_at: float | None = None
         """When the reading that is under way began; None if none is."""
-        self._error = "the hub was not read yet"
+        self._error = "the hub has not been read yet"
         """Why the last reading failed; empty if it succeeded."""
         self._thread = threading.Thread(target=self._serve, name="pxrs-metrics-reading", daemon=True)
         self._thread.start()
@@ -212,7 +212,7 @@ class KeptReading:
     def _problem(self) -> str:
         """Under `_changed`: why the hub cannot be read now; empty if it can."""
         if self._began_at is not None and (for_s := self._clock() - self._began_at) >= SILENT_S:
-            return f"the hub has been read for {for_s:.0f} s, and does not answer"
+            return f"reading the hub has taken {for_s:.0f} s so far, without an answer"
         return self._error
 
     def _await_due(self, wait_s: float) -> None:

@@ -121,4 +121,4 @@ def key_in(line: bytes, field: str) -> bytes | None:
     try:
         return None if text is None else text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRecord(f"the field {field!r} is no text that UTF-8 can hold: {error}") from error
+        raise InvalidRecord(f"the field {field!r} cannot be encoded as UTF-8: {error}") from error

@@ -22,6 +22,6 @@ def check_listen(listen: str, *, is_open: bool) -> None:
         is_loopback = False
     if not is_loopback:
         raise InvalidArgument(
-            f"--listen {listen} can be reached from other hosts, and without --auth everybody may do everything: give "
-            "--auth FILE, or --insecure if the network is trusted"
+            f"--listen {listen} is reachable from other hosts, and without --auth every client has full access: pass "
+            "--auth FILE, or --insecure on a trusted network"
         )

@@ -41,7 +41,7 @@ def by_format(text: str) -> Writer:
             continue
         if spec or conversion or name not in _FIELDS:
             wrong = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise ValueError(f"there is no field {{{wrong}}}; there are {', '.join(f'{{{each}}}' for each in _FIELDS)}")
+            raise ValueError(f"unknown field {{{wrong}}}; choose from {', '.join(f'{{{each}}}' for each in _FIELDS)}")
         parts.append(_FIELDS[name])
     return lambda message: b"".join([part(message) for part in parts])
 

@@ -55,14 +55,14 @@ def record_in(line: bytes) -> Record:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise InvalidRecord(f"no JSON object: {error}") from error
+        raise InvalidRecord(f"not a JSON object: {error}") from error
     except RecursionError as error:
         raise InvalidRecord("its JSON is nested too deeply") from error
     if not isinstance(found, dict):
-        raise InvalidRecord("no JSON object")
+        raise InvalidRecord("not a JSON object")
     _check_fields("the object", found, _FIELDS)
     if "value" not in found and "value_base64" not in found:
-        raise InvalidRecord("no field 'value' or 'value_base64': write null for a message without a value")
+        raise InvalidRecord("the field 'value' or 'value_base64' is missing: give null for a message without a value")
     return Record(
         _bytes_in(found, "value"), _bytes_in(found, "key"), _headers_in(found), _time_in(found), _partition_in(found)
     )
@@ -70,26 +70,26 @@ def record_in(line: bytes) -> Record:
 
 def _check_fields(what: str, found: dict[str, Any], known: set[str]) -> None:
     if unknown := sorted(found.keys() - known):
-        raise InvalidRecord(f"{what} has the unknown field {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        raise InvalidRecord(f"{what} has the unknown field {unknown[0]!r}; the fields are {', '.join(sorted(known))}")
 
 
 def _bytes_in(found: dict[str, Any], name: str) -> bytes | None:
     encoded, text = found.get(f"{name}_base64"), found.get(name)
     if encoded is not None and text is not None:
-        raise InvalidRecord(f"both {name!r} and '{name}_base64'")
+        raise InvalidRecord(f"{name!r} and '{name}_base64' are both set: give only one of them")
     if encoded is not None:
         try:
             return base64.b64decode(encoded, validate=True)
         except (TypeError, ValueError, binascii.Error) as error:
-            raise InvalidRecord(f"'{name}_base64' is no base64: {error}") from None
+            raise InvalidRecord(f"'{name}_base64' is not valid base64: {error}") from None
     if text is None:
         return None
     if not isinstance(text, str):
-        raise InvalidRecord(f"{name!r} is {type(text).__name__}; write a JSON string, null, or '{name}_base64'")
+        raise InvalidRecord(f"{name!r} is of type {type(text).__name__}: give a JSON string, null, or '{name}_base64'")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRecord(f"{name!r} is no text that UTF-8 can hold: {error}") from None
+        raise InvalidRecord(f"{name!r} cannot be encoded as UTF-8: {error}") from None
 
 
 def _headers_in(found: dict[str, Any]) -> list[tuple[str, bytes | None]] | None:
@@ -97,12 +97,12 @@ def _headers_in(found: dict[str, Any]) -> list[tuple[str, bytes | None]] | None:
     if headers is None:
         return None
     if not isinstance(headers, list) or not all(isinstance(each, dict) for each in headers):
-        raise InvalidRecord('\'headers\' is no list of objects such as {"key": "name", "value": "text"}')
+        raise InvalidRecord('\'headers\' must be a list of objects such as {"key": "name", "value": "text"}')
     pairs = []
     for each in headers:
         _check_fields("a header", each, _HEADER_FIELDS)
         if not isinstance(each.get("key"), str):
-            raise InvalidRecord("a header has no field 'key' with its name")
+            raise InvalidRecord("a header needs the field 'key', a string with its name")
         pairs.append((each["key"], _bytes_in(each, "value")))
     return pairs
 
@@ -111,23 +111,23 @@ def _time_in(found: dict[str, Any]) -> int | None:
     time_us, text = found.get("timestamp_us"), found.get("timestamp")
     if time_us is not None:
         if text is not None:
-            raise InvalidRecord("both 'timestamp' and 'timestamp_us'")
+            raise InvalidRecord("'timestamp' and 'timestamp_us' are both set: give only one of them")
         if not isinstance(time_us, int) or isinstance(time_us, bool):
-            raise InvalidRecord(f"'timestamp_us' is {time_us!r}; write whole microseconds since 1970")
+            raise InvalidRecord(f"'timestamp_us' is {time_us!r}: give an integer, in microseconds since 1970")
         return time_us
     if text is None:
         return None
     try:
         moment = datetime.fromisoformat(text)
     except (TypeError, ValueError):
-        raise InvalidRecord(f"'timestamp' is {text!r}; write a time such as 2026-01-31T12:00:00.123456Z") from None
+        raise InvalidRecord(f"'timestamp' is {text!r}: give a time such as 2026-01-31T12:00:00.123456Z") from None
     if moment.tzinfo is None:
-        raise InvalidRecord(f"'timestamp' is {text!r}: write its zone too, such as Z for UTC")
+        raise InvalidRecord(f"'timestamp' is {text!r}: add its time zone, such as Z for UTC")
     return microseconds_of(moment)
 
 
 def _partition_in(found: dict[str, Any]) -> int | None:
     partition = found.get("partition")
     if partition is not None and (not isinstance(partition, int) or isinstance(partition, bool)):
-        raise InvalidRecord(f"'partition' is {partition!r}; write its number")
+        raise InvalidRecord(f"'partition' is {partition!r}: give its number")
     return partition

@@ -30,16 +30,14 @@ def metrics(
     at: MaybeAt = None,
     registry: RegistryUrl = None,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to answer; a port alone is on 127.0.0.1.")
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; a port alone is on 127.0.0.1.")
     ] = LISTEN_DEFAULT,
-    keep_s: Annotated[
-        float, typer.Option("--keep-s", min=0.0, max=3600.0, help="For how many seconds what was read is given again.")
-    ] = 5.0,
+    keep_s: Annotated[float, typer.Option("--keep-s", min=0.0, max=3600.0, help="How long results are cached.")] = 5.0,
     registry_wait: RegistryWait = START_WAIT_S,
 ) -> None:
     """Export the lag of all groups and the sizes of topics and queues for Prometheus, until Ctrl-C or SIGTERM.
 
-    No member of a group needs to run: everything is read from the hub. Nothing is read while nobody asks.
+    Values are read from the hub when they are requested; no member of a group needs to run.
     """
     from pxrs.cli.hub_reading import HubReading, KeptReading
 

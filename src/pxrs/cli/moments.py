@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-FORMS: Final = "a time such as 2026-01-31T12:00 (without a zone: this machine's) or '10 minutes ago'"
+FORMS: Final = "a time such as 2026-01-31T12:00 (local time if it has no zone) or '10 minutes ago'"
 """What `moment` understands, for the help of options and for errors."""
 _UNITS: Final = {
     "s": timedelta(seconds=1),

@@ -20,7 +20,7 @@ MetricsListen = Annotated[
         "--metrics-listen",
         envvar="PXRS_METRICS_LISTEN",
         metavar="HOST:PORT",
-        help="Answer /metrics, /healthz and /readyz over HTTP there; a port alone is on 127.0.0.1.",
+        help="Serve /metrics, /healthz and /readyz over HTTP on this address; a port alone is on 127.0.0.1.",
     ),
 ]
 

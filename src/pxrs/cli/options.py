@@ -36,7 +36,7 @@ RegistryUrl = Annotated[
         "--registry",
         envvar="PXRS_REGISTRY",
         metavar="URL",
-        help="The registry, if it is not in the directory; not with a server.",
+        help="The registry, if it is not in the hub's directory; not used with a server.",
     ),
 ]
 RegistryWait = Annotated[
@@ -47,20 +47,18 @@ RegistryWait = Annotated[
         metavar="SECONDS",
         min=0.0,
         max=86_400.0,
-        help="How long to wait, at the start, for a registry or server that does not answer; then the exit code is 1.",
+        help="How long to wait at startup for a registry or server that does not answer, before exiting with code 1.",
     ),
 ]
 """The option of the commands that run until they are stopped; by default START_WAIT_S."""
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
-ExistOk = Annotated[
-    bool, typer.Option("--exist-ok", help="No error if it exists already, with exactly these settings.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+ExistOk = Annotated[bool, typer.Option("--exist-ok", help="Succeed if it exists already with exactly these settings.")]
 Listen = Annotated[
-    str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
+    str, typer.Option("--listen", metavar="HOST:PORT", help="The address to listen on; port 0 picks a free port.")
 ]
 Insecure = Annotated[
     bool,
-    typer.Option("--insecure", help="Listen on other addresses than loopback although everybody may do everything."),
+    typer.Option("--insecure", help="Allow other hosts to connect without --auth; every client has full access."),
 ]
 ClientTokens = Annotated[
     str | None,
@@ -68,7 +66,7 @@ ClientTokens = Annotated[
         "--auth",
         envvar="PXRS_AUTH",
         metavar="FILE",
-        help="Refuse clients without a token of this file: pxrs token create.",
+        help="Accept only clients with a token from this file; see pxrs token create.",
     ),
 ]
 """The option --auth of the commands that clients connect to."""
@@ -77,9 +75,9 @@ TlsKey = Annotated[
 ]
 TlsClientCa = Annotated[
     Path | None,
-    typer.Option("--tls-client-ca", metavar="FILE", help="Refuse clients without a certificate of this authority."),
+    typer.Option("--tls-client-ca", metavar="FILE", help="Accept only clients with a certificate from this CA."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 
 def bytes_of(argument: str) -> bytes:
@@ -136,7 +134,7 @@ def refuse_server(at: str | None, command: str, why: str) -> None:
     if at is not None and is_server(at):
         from pxrs.registry.address import parse
 
-        raise InvalidUrl(f"{parse(at).text}: {why}: run `{command}` on the server's host, with the hub's directory")
+        raise InvalidUrl(f"{parse(at).text} is a server; {why}: run `{command}` on its host with the hub's directory")
 
 
 def check_given(at: str | None, registry: str | None) -> None:
@@ -151,7 +149,7 @@ def check_is_there(registry: str, given_as: str, makers: str = "`pxrs queue crea
     from pxrs.address import is_missing, parse
 
     if is_missing(address := parse(registry)):
-        raise InvalidUrl(f"there is no registry at {address.text}: correct {given_as}, or make it with {makers}")
+        raise InvalidUrl(f"there is no registry at {address.text}: correct {given_as}, or create it with {makers}")
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -23,16 +23,16 @@ def ping(
     at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The server, pxrs://HOST:PORT.")],
     count: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many round trips.")] = 10,
     timeout: Annotated[
-        float, typer.Option(min=0.001, max=3_600.0, help="How many seconds each answer may take, and the connection.")
+        float, typer.Option(min=0.001, max=3_600.0, help="The timeout of the connection and of each answer.")
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure round trips to a server, and show its version, whether it uses TLS, and whether it accepts this client.
 
-    Exit code 1 if it does not answer in time. A server that refuses the token answers: the output says so.
+    Exit code 1 if the server does not answer in time. A refused token is not an error: it is shown in the output.
     """
     if not is_server(at):
-        raise typer.BadParameter(f"{at} is no server: give pxrs://HOST:PORT, as `pxrs serve` prints it")
+        raise typer.BadParameter(f"{at} is not a server's address: give pxrs://HOST:PORT, as `pxrs serve` prints it")
     try:
         from pxrs.remote.client.ping import ping as ping_server
         from pxrs.remote.client.settings import Settings

@@ -62,7 +62,7 @@ from pxrs.wording import counted, time_text
 
 app = typer.Typer(no_args_is_help=True)
 app.command()(alter)
-app.add_typer(dead_letters.app, name="dead", help="The items that were given up: list them, retry them, remove them.")
+app.add_typer(dead_letters.app, name="dead", help="List, retry and purge dead letters.")
 
 READ_BYTES: Final = 1 << 20
 PUT_ITEMS: Final = 500
@@ -84,7 +84,7 @@ def create(
         bool, typer.Option("--fifo", help="Strictly first in, first out: one transaction at a time.")
     ] = False,
     backoff: Annotated[
-        BackoffName | None, typer.Option(help="How long an item waits that came back; by default not at all.")
+        BackoffName | None, typer.Option(help="How long an item that was given back waits; by default not at all.")
     ] = None,
     pause: Pause = None,
     first: First = None,
@@ -94,25 +94,25 @@ def create(
     exist_ok: ExistOk = False,
     registry: RegistryUrl = None,
 ) -> None:
-    """Make a work queue. `pxrs queue alter` changes its policy and backoff later."""
+    """Create a work queue. Its policy and backoff can be changed later: see `pxrs queue alter`."""
     rule = policy_of(policy, times)
     wait = backoff_of(backoff, {"pause": pause, "first": first, "factor": factor, "cap": cap, "jitter": jitter})
     check_given(at, registry)
     with pxrs.open(at, registry) as hub:
-        told = f"made queue {queue}"
+        told = f"created queue {queue}"
         try:
             hub.create_queue(queue, rule, fifo, wait)
         except QueueExists:
             if not exist_ok:
                 raise
             hub.create_queue(queue, rule, fifo, wait, exist_ok=True)  # compares the settings
-            told = f"queue {queue} is there already, with the same settings"
+            told = f"queue {queue} exists already with the same settings"
     typer.echo(told)
 
 
 @app.command("list")
 def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """List the queues, and how many items each holds, by where they are."""
+    """List the queues, and how many items of each are ready, delayed, in flight and dead."""
     with open_hub(at, registry) as hub:
         found = list(_depths(hub))
     if as_json:
@@ -162,23 +162,24 @@ def put(
     queue: Name,
     at: MaybeAt = None,
     values: Annotated[
-        list[str] | None, typer.Argument(metavar="[VALUE]...", help="By default each line of standard input.")
+        list[str] | None, typer.Argument(metavar="[VALUE]...", help="The items; by default lines of standard input.")
     ] = None,
     key: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Values are JSON objects; this field is each item's key.")
+        str | None, typer.Option(metavar="FIELD", help="The field of each JSON value that is the item's key.")
     ] = None,
-    priority: Annotated[int, typer.Option(help="Higher ones are taken first.")] = 0,
-    delay: Annotated[float | None, typer.Option(help="Seconds before which they are not taken.")] = None,
+    priority: Annotated[int, typer.Option(help="Items with a higher priority are taken first.")] = 0,
+    delay: Annotated[float | None, typer.Option(help="How long until the items can be taken.")] = None,
     registry: RegistryUrl = None,
 ) -> None:
-    """Put each value as an item; all are durable when it ends.
+    """Put each VALUE, or each line of standard input, as an item; all are durable when the command ends.
 
-    Lines are put as they arrive. A field that is null is no key. A value that cannot be put ends it, when those before
-    it are durable. Ctrl-C ends it too: it says how many items were put, and the exit code is 130.
+    Lines are put as they arrive. With --key, a field that is null means no key. A value that cannot be put ends the
+    command, once the values before it are durable. Ctrl-C ends it too: it prints how many items were put, and the exit
+    code is 130.
     """
     options: dict[str, Any] = {"priority": priority, "delay": delay}
     if not values and sys.stdin is None:
-        raise InvalidItem("standard input is closed; give it the lines to put, or give values")
+        raise InvalidItem("standard input is closed: pipe in the items, one per line, or give them as arguments")
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} put"), TimeElapsedColumn())
     is_shown = console.is_terminal and (bool(values) or not is_typed())
@@ -200,7 +201,7 @@ def put(
             except KeyboardInterrupt:
                 done = f"put {counted(putter.count, 'item')} into {queue}"
                 if interrupts.count > 1:
-                    unknown = "whether the items after them were put is not known"
+                    unknown = "it is not known whether later items were put"
                     bar.stop()
                     end_after_second_interrupt(f"{done}; {unknown}")
                 raise interrupted(f"{done}; what was put is durable") from None
@@ -211,23 +212,23 @@ def put(
 def take(
     queue: Name,
     at: MaybeAt = None,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many.")] = 1,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Take at most this many.")] = 1,
     timeout: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds to wait for so many; by default not at all.")
+        float | None, typer.Option(min=0.0, help="How long to wait for that many; by default not at all.")
     ] = None,
-    peek: Annotated[bool, typer.Option("--peek", help="Only show the first ones, and leave them there.")] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Only show the first items, without taking them.")] = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
     """Take items, print them, and remove them from the queue once they are printed.
 
-    On a terminal control characters are shown escaped, such as \\x07. With --json nothing is lost: key and value are
-    text if their bytes are UTF-8; if not, key_base64 or value_base64 stands in their place.
+    On a terminal, control characters are printed escaped, such as \\x07. With --json, a key or value that is not UTF-8
+    is printed in base64, as key_base64 or value_base64.
     """
     if peek and timeout is not None:
-        raise typer.BadParameter("--peek does not wait: leave --timeout out")
+        raise typer.BadParameter("--peek does not wait: remove --timeout")
     if sys.stdout is None:
-        tell_error("standard output is closed: what is taken could not be printed")
+        tell_error("standard output is closed: nothing was taken, because it could not be printed")
         raise typer.Exit(2)
     with open_hub(at, registry) as hub:
         if peek:
@@ -247,7 +248,7 @@ def take(
 
 @app.command()
 def delete(queue: Name, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
-    """Remove a queue and all its items, dead letters too."""
+    """Remove a queue and all its items, including dead letters."""
     with open_hub(at, registry) as hub:
         items = counted(sum(asdict(hub.queue(queue).depth()).values()), "item")
         confirm(f"Remove queue {queue} and its {items} for good?", yes)
@@ -269,7 +270,7 @@ class _Putter:
                 tx, fitting, refusal = self._fill(values)
                 is_committed = _commit(tx, f"whether the last {counted(fitting, self._what)} are in the queue")
             except PxrsError as error:
-                error.add_note(f"{self._said('were', 'was')} put before")
+                error.add_note(f"{self._said('were', 'was')} put before this error")
                 raise
             if is_committed:
                 self.count += fitting
@@ -352,7 +353,7 @@ def _commit(tx: Transaction, question: str) -> bool:
         try:
             return tx.outcome() == "committed"
         except PxrsError as error:
-            error.add_note(f"{question} could not be found out")
+            error.add_note(f"it is not known {question}")
             raise
     return True
 

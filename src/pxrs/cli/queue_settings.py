@@ -17,13 +17,13 @@ from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.policy import dump as plain_setting
 
 POLICY_HELP: Final = "How often an item may be delivered."
-Times = Annotated[int | None, typer.Option(help="With --policy consume-times: then it is a dead letter.")]
-Pause = Annotated[float | None, typer.Option(help="With --backoff fixed: seconds.")]
-First = Annotated[float | None, typer.Option(help="With --backoff exponential: seconds the first time.")]
-Factor = Annotated[float | None, typer.Option(help="With --backoff exponential: so much longer each time.")]
-Cap = Annotated[float | None, typer.Option(help="With --backoff exponential: never more seconds.")]
+Times = Annotated[int | None, typer.Option(help="With --policy consume-times: how many deliveries.")]
+Pause = Annotated[float | None, typer.Option(help="With --backoff fixed: how long to wait.")]
+First = Annotated[float | None, typer.Option(help="With --backoff exponential: how long to wait the first time.")]
+Factor = Annotated[float | None, typer.Option(help="With --backoff exponential: factor from one wait to the next.")]
+Cap = Annotated[float | None, typer.Option(help="With --backoff exponential: the longest wait.")]
 Jitter = Annotated[
-    float | None, typer.Option(help="With --backoff exponential: up to this part of it shorter or longer, at random.")
+    float | None, typer.Option(help="With --backoff exponential: random variation, as a fraction of the wait.")
 ]
 
 
@@ -43,8 +43,8 @@ def alter(
     at: MaybeAt = None,
     policy: Annotated[PolicyName | None, typer.Option(help=POLICY_HELP)] = None,
     times: Times = None,
-    backoff: Annotated[BackoffName | None, typer.Option(help="How long an item waits that came back.")] = None,
-    no_backoff: Annotated[bool, typer.Option("--no-backoff", help="An item that came back does not wait.")] = False,
+    backoff: Annotated[BackoffName | None, typer.Option(help="How long an item that was given back waits.")] = None,
+    no_backoff: Annotated[bool, typer.Option("--no-backoff", help="Items that were given back do not wait.")] = False,
     pause: Pause = None,
     first: First = None,
     factor: Factor = None,
@@ -53,10 +53,10 @@ def alter(
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Change the policy or the backoff of a queue. Whether it is FIFO is fixed.
+    """Change the policy or the backoff of a queue. Whether it is FIFO cannot be changed.
 
-    Every process uses the change for the items that it takes a second later or more. What was delivered of an item
-    counts as before."""
+    Every process uses the new settings within a second, for the items that it takes from then on. Earlier deliveries of
+    an item still count."""
     changes: pxrs.QueueChanges = {}
     if policy is not None or times is not None:
         changes["policy"] = policy_of(PolicyName.CONSUME_TIMES if policy is None else policy, times)
@@ -66,19 +66,19 @@ def alter(
     if wait is not None or no_backoff:
         changes["backoff"] = wait
     if not changes:
-        raise typer.BadParameter("give what to change: --policy, --times, --backoff or --no-backoff")
+        raise typer.BadParameter("nothing to change: give --policy, --times, --backoff or --no-backoff")
     with open_hub(at, registry) as hub:
         handle = hub.alter_queue(queue, **changes)
     if as_json:
         typer.echo(json.dumps(plain_settings(handle)))
         return
     wait_text = "none" if handle.backoff is None else words(handle.backoff)
-    typer.echo(f"queue {queue} has policy {words(handle.policy)} and backoff {wait_text} now")
+    typer.echo(f"queue {queue} now has policy {words(handle.policy)} and backoff {wait_text}")
 
 
 def policy_of(name: PolicyName, times: int | None) -> Policy:
     if (name is PolicyName.CONSUME_TIMES) != (times is not None):
-        raise typer.BadParameter("--policy consume-times and --times K go together")
+        raise typer.BadParameter("--policy consume-times and --times K must be given together")
     if times is not None:
         return pxrs.ConsumeTimes(times)
     return pxrs.ConsumeOnce() if name is PolicyName.CONSUME_ONCE else pxrs.AtLeastOnce()
@@ -89,7 +89,7 @@ def backoff_of(name: BackoffName | None, options: dict[str, float | None]) -> Ba
     for option in given:
         kind = BackoffName.FIXED if option == "pause" else BackoffName.EXPONENTIAL
         if kind is not name:
-            raise typer.BadParameter(f"--{option} goes with --backoff {kind}")
+            raise typer.BadParameter(f"--{option} requires --backoff {kind}")
     if name is None:
         return None
     if name is BackoffName.EXPONENTIAL:

@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True)
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="A directory, sqlite:///F, postgresql://, etcd://, zookeeper://, pxrs://")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 
 
 class Dialect(StrEnum):
@@ -36,7 +36,7 @@ class Dialect(StrEnum):
 def ddl(dialect: Annotated[Dialect, typer.Option(help="The database.")]) -> None:
     """Print the tables and the least privileges that a registry in a SQL database needs.
 
-    Run it as the owner of the schema; then open the registry with ?create=false as a user with those privileges only.
+    Run the DDL as the owner of the schema; then open the registry with ?create=false as a user with those privileges.
     """
     from pxrs.registry import sql
 
@@ -46,11 +46,11 @@ def ddl(dialect: Annotated[Dialect, typer.Option(help="The database.")]) -> None
 @app.command()
 def scan(
     url: Url,
-    prefix: Annotated[str, typer.Argument(help="Only keys that begin with this; it ends in a slash.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="How many keys at most.")] = 1000,
+    prefix: Annotated[str, typer.Argument(help="Only keys with this prefix, which must end with a slash.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="List at most this many keys.")] = 1000,
     as_json: Json = False,
 ) -> None:
-    """List keys, versions and values: on a terminal the first characters of each value, elsewhere whole values."""
+    """List keys, versions and values. On a terminal, long values are cut."""
     check_is_there(url, "URL")
     with registry.open(url) as handle:
         entries = handle.scan(prefix, limit=limit)
@@ -64,7 +64,7 @@ def scan(
         table.add_row(cell(entry.key), str(entry.version), cell(value))
     show(table)
     if len(entries) == limit:
-        typer.echo(f"these are the first {limit:,}; there may be more: give --limit", err=True)
+        typer.echo(f"showing the first {limit:,}; for more, raise --limit", err=True)
 
 
 @app.command()
@@ -87,17 +87,17 @@ def adopt(at: At, url: RegistryUrl = None) -> None:
     """Record that a hub belongs to another registry. Only processes with that registry may then join its groups, change
     them, and apply the retention of topics with keep_unread.
 
-    Stop the members of its groups first. Nothing is copied: groups start anew in this registry, or go on where they
-    were in it, and messages that only a group of the old registry has yet to read are no longer kept.
+    Stop the members of its groups first. Nothing is copied: in the new registry a group starts without checkpoints, or
+    with those that it has there. Messages that only groups of the old registry have yet to read are no longer kept.
     """
     with open_hub(at, url, needs_log=True, makes_registry=True) as hub:
         before, after = hub.adopt_registry()
-        was = f"; before, to {before}" if before else ""
-        typer.echo(f"the hub {hub.url} belongs to the registry {after}{was}")
+        was = f"; before: {before}" if before else ""
+        typer.echo(f"the hub {hub.url} now belongs to the registry {after}{was}")
         if before and (kept := [topic.name for topic in hub.topics() if topic.keeps_unread]):
             typer.echo(
-                f"topics with keep_unread: {', '.join(kept)}: the next upkeep removes what only groups of the former "
-                "registry have yet to read; import their checkpoints before it runs, or take the retention away",
+                f"topics with keep_unread: {', '.join(kept)}: the next upkeep removes messages that only groups of the "
+                "former registry have yet to read; before it runs, import their checkpoints or turn off retention",
                 err=True,
             )
 

@@ -39,13 +39,13 @@ def send(
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="The key of VALUE. Of lines: the field of each JSON object that is its key."),
+        typer.Option(metavar="KEY", help="The key of VALUE; or the field of each line, a JSON object, with its key."),
     ] = None,
     header: Annotated[
         list[str] | None, typer.Option("--header", "-H", metavar="NAME=VALUE", help="A header; may be repeated.")
     ] = None,
     partition: Annotated[
-        int | None, typer.Option("--partition", "-p", min=0, help="By default the hash of the key decides.")
+        int | None, typer.Option("--partition", "-p", min=0, help="The partition; by default chosen by the key.")
     ] = None,
     timestamp: Annotated[
         str | None, typer.Option(metavar="TIME", help=f"Microseconds since 1970, or {FORMS}; by default now.")
@@ -64,12 +64,12 @@ def send(
     before it are durable. Ctrl-C ends it too: it prints how many messages were sent, and the exit code is 130.
 
     With --json the key, value, headers and time of each message come from its line, so that `pxrs tail a --json | pxrs
-    send b --json` copies messages exactly. The hash of the key decides about the partition, unless --keep-partitions or
+    send b --json` copies messages exactly. The partition is chosen by the hash of the key, unless --keep-partitions or
     --partition is given.
     """
     given = {"VALUE": value, "--key": key, "--header": header, "--timestamp": timestamp}
     if as_json and (beside := [name for name, each in given.items() if each]):
-        raise typer.BadParameter(f"with --json, each line says it: leave out {', '.join(beside)}")
+        raise typer.BadParameter(f"with --json, each line has its own values: remove {', '.join(beside)}")
     if keep_partitions and (not as_json or partition is not None):
         raise typer.BadParameter("--keep-partitions needs --json, and excludes --partition")
     plan = _Plan(key, _headers(header or []), _time(timestamp), partition, as_json, keep_partitions)
@@ -117,7 +117,7 @@ def _headers(pairs: list[str]) -> list[tuple[str, bytes | None]] | None:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise typer.BadParameter(f"{pair!r}: write a name and a value, such as trace=7", param_hint="--header")
+            raise typer.BadParameter(f"{pair!r}: give NAME=VALUE, such as trace=7", param_hint="--header")
         headers.append((name, bytes_of(value)))
     return headers or None
 
@@ -145,7 +145,7 @@ def _send_one(topic: str, at: str, registry: str | None, value: str, plan: _Plan
 
 def _send_lines(topic: str, at: str, registry: str | None, plan: _Plan) -> None:
     if sys.stdin is None:
-        raise InvalidRecord("standard input is closed; give it the lines to send")
+        raise InvalidRecord("standard input is closed: pipe in the messages, one per line, or give VALUE")
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -169,7 +169,7 @@ def _send_lines(topic: str, at: str, registry: str | None, plan: _Plan) -> None:
         except KeyboardInterrupt:
             read = counted(lines.count, "message")
             bar.stop()
-            end_after_second_interrupt(f"how many of {read} are stored in {topic} is not known")
+            end_after_second_interrupt(f"it is not known how many of {read} are stored in {topic}")
         bar.update(task, completed=lines.count)
     sent = f"sent {counted(lines.count, 'message')} to {topic}"
     if interrupts.count:
@@ -191,7 +191,7 @@ class _Lines:
             try:
                 value = line.removesuffix(b"\n").removesuffix(b"\r")
                 if self._plan.is_json and len(line) == bytes_max and value is line:
-                    raise InvalidRecord(f"longer than the {bytes_max:,} bytes that a message has in JSON at most")
+                    raise InvalidRecord(f"longer than {bytes_max:,} bytes, the most that a message has in JSON")
                 found = self._plan.record(value)
                 self._out.send(**found._asdict())
             except InvalidRecord as error:

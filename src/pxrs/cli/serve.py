@@ -77,28 +77,26 @@ def serve(
         int, typer.Option("--subscriptions-max", min=1, help="How many waiting reads of topics one client may have.")
     ] = _DEFAULTS.subscriptions_max,
     append_mb_max: Annotated[
-        int, typer.Option("--append-mb-max", min=1, help="How much of all clients may be received and not stored yet.")
+        int, typer.Option("--append-mb-max", min=1, help="MiB received from all clients and not yet stored, at most.")
     ] = _DEFAULTS.append_bytes_max // _BYTES,
     drain_s: Annotated[
-        float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
+        float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for calls in progress.")
     ] = _DEFAULTS.drain_s,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
     web: Annotated[
         str | None,
-        typer.Option("--web", metavar="HOST:PORT", help="Also show the hub in a browser there: docs/web.md."),
+        typer.Option("--web", metavar="HOST:PORT", help="Also serve the web page on this address: docs/web.md."),
     ] = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option(
-            "--limit", metavar="NAME=VALUE", help="Another limit, see docs/serve.md. May be given several times."
-        ),
+        typer.Option("--limit", metavar="NAME=VALUE", help="Another limit, see docs/serve.md; may be repeated."),
     ] = None,
 ) -> None:
     """Serve a hub to other processes and hosts until Ctrl-C or SIGTERM: pxrs.open("pxrs://HOST:PORT").
 
-    The server alone needs the directory and the registry. It also does the upkeep of the hub. A server that is killed
-    and started again at the same address is found again by its clients; nothing that it acknowledged is lost.
+    Only the server needs access to the directory and the registry. It also runs the upkeep of the hub. If it is killed
+    and started again at the same address, its clients reconnect, and nothing that it acknowledged is lost.
     """
     # Over the limit: each option of the command is a parameter with its help text.
     try:
@@ -136,7 +134,7 @@ def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> 
     for each in given:
         name, _, value = each.partition("=")
         if name not in others:
-            raise InvalidArgument(f"--limit {each}: there is no such limit; choose from {', '.join(sorted(others))}")
+            raise InvalidArgument(f"--limit {each}: unknown limit; choose from {', '.join(sorted(others))}")
         kind = float if isinstance(others[name].default, float) else int
         try:
             found[name] = kind(value)
@@ -192,12 +190,12 @@ async def _run(
                 state.reason = "the server is stopping"
                 for number in _SIGNALS:
                     loop.remove_signal_handler(number)  # a second signal ends the process at once
-                echo("stopping: no new calls; waiting for those that are under way")
+                echo("stopping: refusing new calls; waiting for calls in progress")
                 await server.stop()
     except Closed:
         if not stop.is_set():
             raise
-        echo("stopped before the server was started")
+        echo("stopped during the start of the server")
     finally:
         beating.cancel()
 

@@ -33,47 +33,47 @@ def add(
         typer.Option(
             "--sql-table",
             metavar="URL",
-            help="The database, as postgresql://HOST/DATABASE. By default what PXRS_SOURCE_<NAME> says.",
+            help="The database, such as postgresql://HOST/DATABASE; by default the value of PXRS_SOURCE_<NAME>.",
         ),
     ] = None,
     value_column: Annotated[
         list[str] | None,
-        typer.Option(help="The column that is the message. Several, each with the option: a JSON object of them."),
+        typer.Option(help="The column with the message. If repeated: a JSON object of these columns."),
     ] = None,
     key_column: Annotated[
-        str | None, typer.Option(help="Rows with the same value are handled in order, by one worker at a time.")
+        str | None, typer.Option(help="The key: rows with the same key are handled in order, by one worker at a time.")
     ] = None,
-    id_column: Annotated[str, typer.Option(help="The rising integer id.")] = "id",
-    timestamp_column: Annotated[str | None, typer.Option(help="The message's time.")] = None,
+    id_column: Annotated[str, typer.Option(help="The column with the increasing integer id.")] = "id",
+    timestamp_column: Annotated[str | None, typer.Option(help="The column with the message's time.")] = None,
     partitions: Annotated[
-        int, typer.Option(help="How many workers can share the table. Fixed for the source's life.")
+        int, typer.Option(help="How many workers can share the table; cannot be changed later.")
     ] = PARTITIONS_DEFAULT,
-    partitioner: Annotated[str, typer.Option(help=f"How keys are spread: {', '.join(PARTITIONERS)}.")] = "xxh64",
+    partitioner: Annotated[str, typer.Option(help=f"How keys map to partitions: {', '.join(PARTITIONERS)}.")] = "xxh64",
     notify_channel: Annotated[
         str | None, typer.Option(metavar="CHANNEL", help="PostgreSQL: wake on NOTIFY instead of polling.")
     ] = None,
     settle_s: Annotated[
         float | None,
-        typer.Option("--settle-s", help="For how many seconds new rows are held back; see docs/sources.md."),
+        typer.Option("--settle-s", help="How long new rows are held back; see docs/sources.md."),
     ] = None,
     identity: Annotated[
-        str | None, typer.Option(help="Names the table in place of its address, as `identity` of sql_table.")
+        str | None, typer.Option(help="Replaces the table's address in the source's id; see docs/sources.md.")
     ] = None,
     id: Annotated[
         str | None,
         typer.Option("--id", metavar="ID", help="Keep checkpoints under this id, as `pxrs group describe` shows it."),
     ] = None,
     exist_ok: Annotated[
-        bool, typer.Option("--exist-ok", help="No error if it is registered already with these settings.")
+        bool, typer.Option("--exist-ok", help="Succeed if it is registered already with these settings.")
     ] = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Register a table under a name, to be used wherever a topic is: workers, groups, tail.
+    """Register a table under a name. Workers, groups and `pxrs tail` can then read it like a topic.
 
-    The table is opened once to check that it can be read. The registry keeps the address without user and password:
-    each process gives those in PXRS_SOURCE_<NAME> (upper case, other characters as _) as a whole address, or as PGUSER
-    and PGPASSWORD or PGPASSFILE.
+    The table is opened once to check that it can be read. The registry stores the address without user and password.
+    Each process takes those from PXRS_SOURCE_<NAME> (NAME in upper case, other characters as _), which holds the whole
+    address, or from PGUSER and PGPASSWORD or PGPASSFILE.
     """
     import pxrs
     from pxrs.sources.catalog import variable_of
@@ -161,19 +161,19 @@ def remove(
 ) -> None:
     """Remove a registered source. The table is not changed. Refused while a group has members that read it.
 
-    The checkpoints of groups are kept, under the source's id: if the table is registered again with the same settings,
-    or with that --id, groups go on where they were.
+    The checkpoints of groups are kept under the source's id: if the table is registered again with the same settings,
+    or with that --id, groups continue from them.
     """
     with open_hub(at, registry) as hub:
         record = next((each for each in hub.sources() if each.name == name), None)
         if record is not None:  # nothing is asked for an unknown source; `remove_source` raises
-            confirm(f"Forget the source {name}, {record.table} of {record.address}?", yes)
+            confirm(f"Remove the source {name}, {record.table} of {record.address}?", yes)
         hub.remove_source(name)
     assert record is not None
     if as_json:
         typer.echo(json.dumps({"source": name, "id": record.id}))
     else:
-        typer.echo(f"removed source {name}; groups have their checkpoints of it under the id {record.id}")
+        typer.echo(f"removed source {name}; the checkpoints of groups are kept under the id {record.id}")
 
 
 def _plain(record: RegisteredSource) -> dict[str, Any]:

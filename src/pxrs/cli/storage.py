@@ -37,16 +37,16 @@ def storage(
         typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry of the cluster."),
     ],
     directory: Annotated[
-        Path, typer.Option("--dir", metavar="DIRECTORY", help="Where the node keeps its entries; of this node alone.")
+        Path, typer.Option("--dir", metavar="DIRECTORY", help="The directory of the node's entries, not shared.")
     ],
     listen: Listen = LISTEN_DEFAULT,
     advertise: Annotated[
         str | None,
-        typer.Option("--advertise", metavar="HOST:PORT", help="The address for brokers, if --listen is not."),
+        typer.Option("--advertise", metavar="HOST:PORT", help="The address that brokers use; by default --listen."),
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure", help="Listen on other addresses than loopback although everybody may use it."),
+        typer.Option("--insecure", help="Allow other hosts to connect without --auth; anyone can use the node."),
     ] = False,
     auth: Annotated[
         str | None,
@@ -54,7 +54,7 @@ def storage(
             "--auth",
             envvar="PXRS_AUTH",
             metavar="FILE",
-            help="Refuse brokers without a token of this file that has the grant cluster=member.",
+            help="Accept only brokers with a token from this file that has the grant cluster=member.",
         ),
     ] = None,
     tls_cert: Annotated[
@@ -64,30 +64,28 @@ def storage(
     tls_key: TlsKey = None,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option("--tls-client-ca", metavar="FILE", help="Refuse brokers without a certificate of this authority."),
+        typer.Option("--tls-client-ca", metavar="FILE", help="Accept only brokers with a certificate from this CA."),
     ] = None,
     mark_dir: Annotated[
         Path | None,
         typer.Option(
             "--mark-dir",
             metavar="DIRECTORY",
-            help="A directory in memory that outlives this process and not the machine; by default /dev/shm or "
-            "/run. In a container: one that outlives the container's restart.",
+            help="A directory in memory that survives a restart of this process but not of the machine; by default "
+            "/dev/shm or /run. In a container: one that survives a restart of the container.",
         ),
     ] = None,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
     limit: Annotated[
         list[str] | None,
-        typer.Option(
-            "--limit", metavar="NAME=VALUE", help="A limit, see docs/cluster-format.md. May be given several times."
-        ),
+        typer.Option("--limit", metavar="NAME=VALUE", help="A limit, see docs/cluster-format.md; may be repeated."),
     ] = None,
 ) -> None:
-    """Run a storage node until Ctrl-C or SIGTERM. It keeps copies of the entries that brokers send to it.
+    """Run a storage node until Ctrl-C or SIGTERM. It stores copies of the entries that brokers send to it.
 
-    The directory is the node's identity. A node on an empty or an older directory is a new node; what was in the
-    directory is moved aside and never deleted.
+    The directory holds the node's identity. With an empty directory, or an old copy of one, the node joins as a new
+    node; what is in the directory is moved aside and never deleted.
     """
     # Over the limit: each option of the command is a parameter with its help text.
     try:
@@ -99,7 +97,7 @@ def storage(
         raise MissingDependency.of_extra("pxrs storage", error.name, "remote") from error
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):
-        raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")
+        raise InvalidArgument("--registry memory: exists in this process only: give the registry of the cluster")
     limits = with_limits(StorageLimits(), {}, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     credentials = tls_credentials(tls_cert, tls_key, tls_client_ca)
@@ -127,7 +125,7 @@ async def _run(url: str, settings: StorageSettings, metrics_listen: str | None, 
     except Closed:
         if not stop.is_set():
             raise
-        echo("stopped before the node was started")
+        echo("stopped during the start of the node")
     finally:
         beating.cancel()
 
@@ -154,7 +152,7 @@ async def _serve(server: StorageServer, settings: StorageSettings, state: _State
     for number in _SIGNALS:
         loop.remove_signal_handler(number)  # a second signal ends the process at once
     stopping.cancel()
-    echo("stopping: no new calls; what was accepted is synced")
+    echo("stopping: refusing new calls; syncing accepted entries")
     await server.stop()
     if server.replaced.done():
         raise server.replaced.result()
@@ -176,5 +174,5 @@ class _State:
         load = self.server.node.load
         fields = {"node": self.server.node.id, "ledgers": load.ledgers, "bytes": load.bytes}
         if load.refuses is not None:
-            return Verdict(False, f"the node takes no entries: {load.refuses}", fields)
+            return Verdict(False, f"the node accepts no entries: {load.refuses}", fields)
         return Verdict(True, "", fields)

@@ -84,7 +84,7 @@ def kill(process: subprocess.Popen[bytes] | None) -> None:
 
 def ending(code: int) -> str:
     """How a process ended, for people."""
-    return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def _signal_name(number: int) -> str:

@@ -44,14 +44,12 @@ def tail(
     ] = None,
     last: Annotated[
         int | None,
-        typer.Option(
-            "-n", "--last", min=0, help=f"How many messages before the end to begin; by default {LAST_DEFAULT}."
-        ),
+        typer.Option("-n", "--last", min=0, help=f"Print the last N messages; by default {LAST_DEFAULT}."),
     ] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until interrupted.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new messages.")] = False,
     count: Annotated[
         int | None,
-        typer.Option("--count", "-c", min=1, help="End after as many messages. With -f alone: the next ones."),
+        typer.Option("--count", "-c", min=1, help="Stop after this many messages; with -f alone, the next ones."),
     ] = None,
     partition: Annotated[
         list[int] | None, typer.Option("--partition", "-p", min=0, help="Only this partition; may be repeated.")
@@ -61,21 +59,19 @@ def tail(
     as_json: Json = False,
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="FORMAT", help="Such as '{partition}/{offset} {key}: {value}\\n'."),
+        typer.Option("--format", metavar="FORMAT", help="A format such as '{partition}/{offset} {key}: {value}\\n'."),
     ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="The bytes of each value, each with a line feed behind it.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print the bytes of each value, followed by a line feed.")] = False,
 ) -> None:
-    """Print the last messages of a topic or registered source, or those from a place on, and with -f each new one as it
-    arrives.
+    """Print the last messages of a topic or registered source, or those from a given position; with -f, also new ones
+    as they arrive.
 
-    On a terminal control characters are shown escaped, such as \\x07, except with --raw. With --json nothing is lost:
-    key, value and the value of each header are text if their bytes are UTF-8; if not, key_base64 or value_base64 stands
-    in their place. `pxrs send --json` reads these lines.
+    On a terminal, control characters are printed escaped, such as \\x07, except with --raw. With --json, a key, a value
+    or the value of a header that is not UTF-8 is printed in base64, as key_base64 or value_base64. `pxrs send --json`
+    reads these lines.
 
     The fields of a FORMAT are topic, partition, offset, time, timestamp (microseconds), key, value, headers, key_bytes
-    and value_bytes (-1 if there is none). Nothing is added to it: end it with \\n.
+    and value_bytes (-1 if there is no key or value). No line feed is added: end the format with \\n.
     """
     if start is not None and last is not None:
         raise typer.BadParameter("give either --from or --last")
@@ -95,7 +91,7 @@ def _writer(as_json: bool, form: str | None, raw: bool) -> Writer:
     from pxrs.cli import message_format
 
     if as_json + raw + (form is not None) > 1:
-        raise typer.BadParameter("give one of --json, --format and --raw")
+        raise typer.BadParameter("give only one of --json, --format and --raw")
     if form is not None:
         try:
             return message_format.by_format(form)
@@ -117,7 +113,7 @@ def _where(text: str) -> Where:
         return moment(text)
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r} is neither earliest, latest, an offset nor {FORMS}", param_hint="--from"
+            f"{text!r}: give earliest, latest, an offset, or {FORMS}", param_hint="--from"
         ) from None
 
 

@@ -35,27 +35,27 @@ def create(
             "--allow",
             metavar="GRANT",
             help="What it permits, such as topic:orders=read, group:billing=member, queue:mail*=take or hub=admin; see "
-            "docs/serve.md. May be given several times.",
+            "docs/serve.md. May be repeated.",
         ),
     ],
     expires: Annotated[
         str | None,
-        typer.Option("--expires", metavar="TIME", help="For how long it is valid: 90m, 12h, 30d. By default for ever."),
+        typer.Option("--expires", metavar="TIME", help="How long it is valid: 90m, 12h or 30d; by default for ever."),
     ] = None,
     certificate: Annotated[
         str | None,
         typer.Option(
             "--certificate",
             metavar="NAME",
-            help="Make no token: permit this to clients whose certificate has this name, CN=worker-7 or SAN=HOST.",
+            help="Create no token: grant this to clients with a certificate of this name, CN=worker-7 or SAN=HOST.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a token and print it. It is printed only this once: the file has its hash. A server that runs accepts it
-    within about a second.
+    """Create a token and print it. It is shown only once, because the file stores only its hash. A running server
+    accepts it within about a second.
 
-    The file is made if it is not there, readable by its owner only.
+    A missing file is created, readable by its owner only.
     """
     now = time.time()
     until = None if expires is None else now + _lifetime_s(expires)
@@ -65,13 +65,13 @@ def create(
         return
     if secret is not None:
         echo(secret)
-    what = f"{certificate} is permitted" if secret is None else "this token is shown only now; it permits"
+    what = f"{certificate} is permitted" if secret is None else "this token is shown only once; it permits"
     typer.echo(f"{token.id} ({token.name}): {what} {', '.join(token.grants.texts)}", err=True)
 
 
 @app.command("list")
 def list_(auth: Auth, as_json: Json = False) -> None:
-    """List the tokens: for whom each is, when it ends, and what it permits. Tokens themselves are stored nowhere."""
+    """List the tokens: their names, when they expire, and what they permit. The secrets themselves are not stored."""
     _, found = tokens.read(auth)
     if as_json:
         for token in found.by_id.values():
@@ -80,7 +80,7 @@ def list_(auth: Auth, as_json: Json = False) -> None:
     table = Table("id", "name", "created", "expires", "permits", box=None, header_style="bold")
     for token in found.by_id.values():
         expires = "-" if token.expires is None else time_text(token.expires)
-        expires += " (over)" if token.is_expired(time.time()) else ""
+        expires += " (expired)" if token.is_expired(time.time()) else ""
         name = token.name if token.certificate is None else f"{token.name} [{token.certificate}]"
         permits = " ".join(token.grants.texts)
         table.add_row(token.id, cell(name), time_text(token.created), expires, cell(permits))
@@ -93,7 +93,7 @@ def revoke(
     auth: Auth,
     as_json: Json = False,
 ) -> None:
-    """Remove a token. A server that runs refuses it within about a second, and ends its open streams."""
+    """Revoke a token. A running server refuses it within about a second, and closes its streams."""
     token = tokens.revoke(auth, which)
     if as_json:
         typer.echo(json.dumps(_plain(token)))

@@ -38,15 +38,15 @@ def top(
     at: MaybeAt = None,
     registry: RegistryUrl = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.2, max=3600, help="Seconds between two looks.")
+        float, typer.Option("--interval", "-i", min=0.2, max=3600, help="The time between two refreshes.")
     ] = INTERVAL_S,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end. There are no rates then.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each look.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot, without rates, and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per refresh.")] = False,
 ) -> None:
-    """Show topics, groups and queues with their rates, lag and owners, what needs attention first; until q or Ctrl-C.
+    """Show topics, groups and queues with their rates, lag and owners, problems first, until q or Ctrl-C.
 
-    A look reads the ends of each topic, the keys of each group once, and at most 500 items of each state of a queue: a
-    count such as 500+ is a lower bound. Elsewhere than on a terminal it looks once, unless --json is given.
+    A refresh reads the ends of each topic, the keys of each group, and at most 500 items of each state of a queue: a
+    count such as 500+ is a lower bound. Without a terminal, one snapshot is printed, unless --json is given.
     """
     from pxrs.cli.looking import Looker
 
@@ -151,7 +151,7 @@ def _head(url: str, look: Look, *, is_live: bool) -> Text:
     rate, lag = sum(topic.rate or 0 for topic in look.topics), sum(group.lag or 0 for group in look.groups)
     head = Text.assemble(("pxrs top", "bold"), f"  {printable(url)}  {time_text(look.time)}  ")
     head.append(f"in {rate:,.0f}/s  lag {lag:,}", "bold")
-    return head.append("  q ends", "dim") if is_live else head
+    return head.append("  q quits", "dim") if is_live else head
 
 
 def _calls(look: Look, rows: int | None) -> list[Text]:
@@ -210,7 +210,7 @@ def _group_table(groups: list[GroupLook], count: int) -> Table:
 def _owners(group: GroupLook) -> str:
     names = [f"{name} {count:,}" for name, count in group.owners.items()]
     names = [*names[:OWNERS_SHOWN], *([f"and {len(names) - OWNERS_SHOWN:,} more"] if len(names) > OWNERS_SHOWN else [])]
-    return ", ".join([*names, *([f"none {group.unowned:,}"] if group.unowned else [])])
+    return ", ".join([*names, *([f"unowned {group.unowned:,}"] if group.unowned else [])])
 
 
 def _topic_table(topics: list[TopicLook], count: int) -> Table:

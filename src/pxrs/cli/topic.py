@@ -32,9 +32,9 @@ app.command()(copy)
 def create(
     name: str,
     at: At,
-    partitions: Annotated[int, typer.Option(help="Fixed for the topic's life.")] = PARTITIONS_DEFAULT,
+    partitions: Annotated[int, typer.Option(help="Cannot be changed later.")] = PARTITIONS_DEFAULT,
     partitioner: Annotated[
-        str, typer.Option(help=f"How keys are spread: {', '.join(PARTITIONERS)} or an entry point pxrs.partitioners.")
+        str, typer.Option(help=f"{', '.join(PARTITIONERS)} or the name of an entry point in pxrs.partitioners.")
     ] = "xxh64",
     codec: Annotated[str, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = "none",
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
@@ -56,7 +56,7 @@ def create(
         int | None, typer.Option(help="In a cluster: how many nodes keep a copy of each message; by default 3.")
     ] = None,
     ack_quorum: Annotated[
-        int | None, typer.Option(help="In a cluster: how many copies acknowledge a message; by default 2.")
+        int | None, typer.Option(help="In a cluster: copies to wait for before acknowledging; by default 2.")
     ] = None,
     exist_ok: ExistOk = False,
     registry: RegistryUrl = None,
@@ -80,7 +80,7 @@ def create(
             write_quorum=write_quorum,
             ack_quorum=ack_quorum,
         )
-        told = f"made {name} with {counted(partitions, 'partition')}"
+        told = f"created {name} with {counted(partitions, 'partition')}"
         try:
             with _warnings_told():
                 create_topic()
@@ -88,7 +88,7 @@ def create(
             if not exist_ok:
                 raise
             create_topic(exist_ok=True)  # compares the settings
-            told = f"{name} is there already, with {counted(partitions, 'partition')} and the same settings"
+            told = f"{name} exists already, with {counted(partitions, 'partition')} and the same settings"
     typer.echo(told)
 
 
@@ -153,7 +153,7 @@ def _count_sources(hub: Hub) -> int:
     try:
         return len(hub.sources())
     except PxrsError as error:
-        tell_error(f"registered sources are not known: {error_text(error)}", type(error).__name__)
+        tell_error(f"registered sources cannot be listed: {error_text(error)}", type(error).__name__)
         return 0
 
 
@@ -192,8 +192,8 @@ def _rows(hub: Hub, *, internal: bool = False) -> list[_Row]:
 
 @app.command()
 def describe(name: TopicName, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """Show the settings of a topic, the first and next offset of each partition, why its retention removes nothing, and
-    why there may be messages that this process cannot show."""
+    """Show the settings of a topic and the first and next offset of each partition; if retention is blocked, or if
+    there may be messages that this process cannot show, also the reason."""
     with open_hub(at, registry, needs_log=True) as hub:
         handle = hub.topic(name)
         topic = handle.topic
@@ -209,7 +209,7 @@ def describe(name: TopicName, at: At, registry: RegistryUrl = None, as_json: Jso
     from rich.table import Table
     from rich.text import Text
 
-    told = {"retention is held up": problem, "there may be more messages": ends_problem}
+    told = {"retention is blocked": problem, "there may be more messages": ends_problem}
     lines = [Text.assemble((f"{what}: ", "bold red"), printable(why)) for what, why in told.items() if why is not None]
     table = Table(box=None, header_style="bold")
     for column in ("partition", "start", "end", "messages"):

@@ -22,7 +22,7 @@ def alter(
     retention_bytes: Annotated[
         str | None, typer.Option(metavar="BYTES|none", help="How many bytes of each partition are kept; none: all.")
     ] = None,
-    segment_bytes: Annotated[int | None, typer.Option(help="How large a segment gets.")] = None,
+    segment_bytes: Annotated[int | None, typer.Option(help="Size at which a new segment begins.")] = None,
     segment_s: Annotated[
         str | None,
         typer.Option(
@@ -36,13 +36,13 @@ def alter(
     ] = None,
     durability: Annotated[str | None, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = None,
     codec: Annotated[str | None, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = None,
-    partitions: Annotated[int | None, typer.Option(help="Fixed: see `pxrs topic copy`.")] = None,
+    partitions: Annotated[int | None, typer.Option(help="Cannot be changed: see `pxrs topic copy`.")] = None,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Change settings of a topic; those that are not given stay.
+    """Change settings of a topic; settings that are not given stay as they are.
 
-    Every process that sends uses them from its next append on, and retention from the next round of upkeep on."""
+    Producers use the new settings from their next append on, and retention from the next round of upkeep on."""
     given: dict[str, Any] = {
         "retention": _number("--retention", retention, float),
         "retention_bytes": _number("--retention-bytes", retention_bytes, int),
@@ -64,7 +64,7 @@ def alter(
         typer.echo(f"{name} has these settings already")
         return
     for setting, (former, now) in changed.items():
-        typer.echo(f"{name}: {setting} is {_shown(now)} now; it was {_shown(former)}")
+        typer.echo(f"{name}: {setting} changed from {_shown(former)} to {_shown(now)}")
 
 
 def settings_of(topic: Topic) -> dict[str, Any]:

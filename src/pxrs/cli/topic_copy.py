@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def copy(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="The topic to copy.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The topic to copy into; made if it is not there.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The topic to copy into; created if it is missing.")],
     at: At,
     to: Annotated[
         str | None, typer.Option("--to", metavar="URL", help="The hub of TARGET; by default that of SOURCE.")
@@ -32,10 +32,10 @@ def copy(
         typer.Option("--from", metavar="OFFSET|TIME", help=f"Where to begin: an offset of each partition, or {FORMS}."),
     ] = None,
     until: Annotated[
-        str | None, typer.Option("--until", metavar="OFFSET|TIME", help="Where to end; by default at the end.")
+        str | None, typer.Option("--until", metavar="OFFSET|TIME", help="Where to stop; by default at the current end.")
     ] = None,
     append: Annotated[
-        bool, typer.Option("--append", help="Begin a copy into a topic that has messages already.")
+        bool, typer.Option("--append", help="Allow a new copy into a topic that has messages already.")
     ] = False,
     registry: RegistryUrl = None,
     to_registry: Annotated[
@@ -44,13 +44,13 @@ def copy(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy the messages of a topic into another one: each message once, in the order of their keys.
+    """Copy the messages of a topic into another one: each message exactly once, in order per key.
 
-    A copy that was interrupted or killed goes on where it was when the command is run again. Run again later, it copies
-    what has come since."""
+    To resume a copy that was interrupted or killed, run the command again. Run again later, it copies the messages that
+    have arrived since."""
     start, end = _place("--from", begin), _place("--until", until)
     if to is None and to_registry is not None:
-        raise typer.BadParameter("--to-registry goes with --to")
+        raise typer.BadParameter("--to-registry requires --to")
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -83,5 +83,5 @@ def _place(option: str, text: str | None) -> int | datetime | None:
         return int(text)
     try:
         return moment(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}, nor an offset") from None
+    except ValueError:
+        raise typer.BadParameter(f"{option} {text!r}: give an offset, or {FORMS}") from None

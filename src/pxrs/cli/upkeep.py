@@ -33,26 +33,23 @@ def run(
     context: typer.Context,
     at: MaybeAt = None,
     registry: RegistryUrl = None,
-    once: Annotated[bool, typer.Option("--once", help="Do one round now, whoever is the janitor, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Run one round now, whoever is the janitor, and exit.")] = False,
     metrics_listen: MetricsListen = None,
     as_json: Json = False,
 ) -> None:
-    """Do the upkeep of a hub until Ctrl-C or SIGTERM: retention, and removing what deleted topics and queries have
-    left.
+    """Run the upkeep of a hub until Ctrl-C or SIGTERM: retention, and cleanup after deleted topics and queries.
 
-    Every process with a producer or consumer of a topic with a retention may be elected as the janitor. This command is
-    for hubs whose processes take no part in that (pxrs.open(..., upkeep=False)), or where no process runs for long.
-    Several may run: one is elected. With --once the exit code is 1 if something failed.
+    Any process with a producer or consumer of a topic with retention can be elected to run the upkeep, as the janitor.
+    Use this command if the processes opt out of that (pxrs.open(..., upkeep=False)), or if none runs for long. If it
+    runs several times, one is elected. With --once the exit code is 1 if something failed.
     """
     if context.invoked_subcommand is not None:
         return
     if at is None:
         raise typer.BadParameter("give --at DIRECTORY or PXRS_AT", param_hint="--at")
     if once:
-        refuse_metrics(context, "--once ends by itself; --metrics-listen is for upkeep that goes on")
-    refuse_server(
-        at, "pxrs upkeep", "the server does the upkeep of its hub, and no client may; `pxrs upkeep status` shows it"
-    )
+        refuse_metrics(context, "--metrics-listen cannot be used with --once, which exits after one round")
+    refuse_server(at, "pxrs upkeep", "a client cannot run its upkeep, only show it with `pxrs upkeep status`")
     with open_hub(at, registry, needs_log=True) as hub:
         if once:
             report = hub.run_upkeep()
@@ -65,19 +62,19 @@ def run(
 
 @app.command()
 def status(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """Show which process does the upkeep of a hub, since when, and the result of the last round."""
+    """Show which process runs the upkeep of a hub, since when, and the result of the last round."""
     with open_hub(at, registry, needs_log=True) as hub:
         found = hub.upkeep()
     if as_json:
         typer.echo(json.dumps(_plain(found)))
         return
-    echo(f"janitor     {found.janitor or 'none now'}")
+    echo(f"janitor     {found.janitor or 'none'}")
     if found.since is not None:
         echo(f"since       {_time(found.since)}")
     if found.reason:
         echo(printable(f"problem     {found.reason}"))
     last = found.last_round
-    echo(f"last round  {'none is known' if last is None else f'{_time(last.ended_at)}, took {last.took_s:g} s'}")
+    echo(f"last round  {'unknown' if last is None else f'{_time(last.ended_at)}, took {last.took_s:g} s'}")
     for subject, error in found.errors.items():
         echo(printable(f"failed      {subject}: {error}"))
 
@@ -86,7 +83,7 @@ def _serve(hub: Hub, as_json: bool, metrics_listen: str | None) -> None:
     """Run until a signal comes."""
     stop = SignalEvent()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
-    beat, ready = Beat("the loop of the command"), Readiness("waiting for the registry: no janitor is known yet")
+    beat, ready = Beat("the main loop"), Readiness("waiting for the registry: no janitor is known yet")
 
     def tell(text: str) -> None:
         echo(json.dumps({"metrics": text}) if as_json else text)

@@ -29,29 +29,29 @@ def web(
     at: MaybeAt = None,
     registry: RegistryUrl = None,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
+        str, typer.Option("--listen", metavar="HOST:PORT", help="The address to listen on; port 0 picks a free port.")
     ] = LISTEN_DEFAULT,
     actions_token_file: Annotated[
         Path | None,
         typer.Option(
             "--actions-token-file",
             metavar="FILE",
-            help="Whoever gives the token in this file may act: retry, skip, reset, requeue, purge, delete.",
+            help="Allow actions (retry, skip, reset, requeue, purge, delete) with the token in this file.",
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="A host name of the page, such as that of a proxy."),
+        typer.Option("--allow-host", metavar="NAME", help="Another host name of the page, such as that of a proxy."),
     ] = None,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure", help="Listen on other addresses than loopback although everybody may read."),
+        typer.Option("--insecure", help="Allow other hosts to connect; anyone can read all messages."),
     ] = False,
     registry_wait: RegistryWait = START_WAIT_S,
 ) -> None:
     """Show a hub in a browser until Ctrl-C or SIGTERM: topics, groups, queues, streaming queries.
 
-    The page changes nothing, unless it is started with --actions-token-file.
+    The page is read-only, unless it is started with --actions-token-file.
     """
     token = None if actions_token_file is None else _access().ActionToken(actions_token_file)
     _check_listen(listen, insecure=insecure)
@@ -112,8 +112,8 @@ def _check_listen(listen: str, *, insecure: bool) -> None:
         if "--auth" not in str(error):
             raise
         raise InvalidArgument(
-            f"{listen} can be reached from other hosts, and everybody there could read all messages: put a proxy with "
-            "a login before the page, or give --insecure if the network is trusted"
+            f"{listen} is reachable from other hosts, and anyone there could read all messages: put a proxy with "
+            "authentication in front of the page, or pass --insecure on a trusted network"
         ) from None
 
 

@@ -101,8 +101,8 @@ def worker(
         str,
         typer.Argument(
             metavar="MODULE:HANDLER",
-            help="A function of a message, or, of a queue, of a transaction and an item; the current directory is "
-            "searched first.",
+            help="A function that takes a message, or, with --queue, a transaction and an item. The current directory "
+            "is searched first.",
         ),
     ],
     at: Annotated[
@@ -111,7 +111,7 @@ def worker(
             "--at",
             envvar="PXRS_AT",
             metavar="URL",
-            help="The hub: its directory, or pxrs://HOST:PORT. Queues and registered sources need none where "
+            help="The hub: its directory, or pxrs://HOST:PORT. Not needed for queues and registered sources if "
             "--registry is given.",
         ),
     ] = None,
@@ -119,49 +119,49 @@ def worker(
         list[str] | None,
         typer.Option(
             metavar="TOPIC",
-            help="What the group reads: a topic, or a registered source. Repeat it: each worker then reads them all.",
+            help="The topic or registered source that the group reads. May be repeated: each worker reads them all.",
         ),
     ] = None,
-    group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
+    group: Annotated[str | None, typer.Option(metavar="GROUP", help="The group to join.")] = None,
     queue: Annotated[
         str | None, typer.Option(metavar="QUEUE", help="Take items from a queue, in place of --topic and --group.")
     ] = None,
     registry: Annotated[
         str | None,
-        typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
+        typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if not in the hub."),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, max=PROCESSES_MAX)] = 1,
-    threads: Annotated[int, typer.Option(min=1, max=1_000, help="In each process; a partition uses one.")] = 1,
-    on_error: Annotated[OnError, typer.Option(help="When the handler raises.")] = OnError.PAUSE,
-    retries: Annotated[int, typer.Option(min=1, help="With --on-error retry: then the partition is paused.")] = 5,
+    processes: Annotated[int, typer.Option(min=1, max=PROCESSES_MAX, help="How many worker processes.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1_000, help="In each process; each partition uses one.")] = 1,
+    on_error: Annotated[OnError, typer.Option(help="What to do when the handler raises.")] = OnError.PAUSE,
+    retries: Annotated[int, typer.Option(min=1, help="With --on-error retry: retries until a pause.")] = 5,
     dead_letters: Annotated[
-        str | None, typer.Option(metavar="TOPIC", help="With --on-error dead-letter: where they go.")
+        str | None, typer.Option(metavar="TOPIC", help="With --on-error dead-letter: the topic of dead letters.")
     ] = None,
     start: Annotated[Start, typer.Option(help="Where a new group begins.")] = Start.EARLIEST,
-    until_end: Annotated[bool, typer.Option("--until-end", help="End where the topic ends now.")] = False,
+    until_end: Annotated[bool, typer.Option("--until-end", help="Exit at the current end of the topics.")] = False,
     assignor: Annotated[
         str, typer.Option(help="sticky, range, round-robin or an entry point pxrs.assignors; the same for all members.")
     ] = "sticky",
     lease_ttl: Annotated[
-        float | None, typer.Option(help="Seconds after its last renewal until a worker counts as dead.")
+        float | None, typer.Option(help="After how long without lease renewal a worker counts as dead.")
     ] = None,
-    handover_timeout: Annotated[float | None, typer.Option(help="Seconds that a hand-over may wait.")] = None,
-    progress_timeout: Annotated[float | None, typer.Option(help="Seconds that one message may take.")] = None,
-    commit_interval: Annotated[float | None, typer.Option(help="Seconds between checkpoints.")] = None,
+    handover_timeout: Annotated[float | None, typer.Option(help="How long a hand-over may take.")] = None,
+    progress_timeout: Annotated[float | None, typer.Option(help="How long one message may take.")] = None,
+    commit_interval: Annotated[float | None, typer.Option(help="The time between checkpoints.")] = None,
     grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to finish what is in hand, when stopped.")
+        float, typer.Option(min=0.0, help="How long workers may finish messages in hand when stopped.")
     ] = GRACE_S_DEFAULT,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
-    as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")] = False,
 ) -> None:
-    """Handle a group's messages, or the items of a queue, in several processes, until SIGTERM or Ctrl-C; a second
-    Ctrl-C does not wait.
+    """Run a handler for a group's messages, or for the items of a queue, in several processes, until SIGTERM or Ctrl-C;
+    a second Ctrl-C stops at once.
 
-    A process that dies is started again. Events are shown on standard error, each with its time in UTC, and what the
-    handler raises with its traceback. Exit code: 0 after a graceful end, 1 if a worker had to be killed, 2 if the
-    handler cannot be imported, 3 if another start cannot help: a worker can never work as it is set up, has left a
-    partition paused at the end, or its queue was deleted.
+    A process that dies is restarted. Events are printed on standard error with their time in UTC, and errors of the
+    handler with their traceback. Exit code: 0 after a graceful stop; 1 if a worker had to be killed; 2 if the handler
+    cannot be imported; 3 after a permanent error, do not restart: a wrong setting, a partition left paused at the end,
+    or a deleted queue.
     """
     seconds = {
         "lease_ttl": lease_ttl,
@@ -200,7 +200,7 @@ def worker(
     Keys(group)
     assignor_named(assignor)
     if (on_error is OnError.DEAD_LETTER) != (dead_letters is not None):
-        raise typer.BadParameter("--on-error dead-letter and --dead-letters TOPIC go together")
+        raise typer.BadParameter("--on-error dead-letter and --dead-letters TOPIC must be given together")
     options: dict[str, Any] = {
         **given,
         "on_error": on_error.value,
@@ -225,7 +225,7 @@ def _refuse_with_queue(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{option} is for topics and their groups: leave it out with --queue")
+            raise typer.BadParameter(f"{option} cannot be used with --queue: it applies to topics and their groups")
 
 
 def _supervise(settings: Settings, processes: int, metrics_listen: str | None, start_s: float) -> None:
@@ -313,14 +313,14 @@ class Supervisor:
                 how = ending(process.returncode)
                 if process.returncode == EXIT_UNREACHABLE:
                     how = "cannot reach the registry"
-            self._say_waiting(f"{WAITING}: the trial process {how}")
+            self._say_waiting(f"{WAITING}: the startup check {how}")
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
-                advice = "see that the registry runs and can be reached from here, or give a longer --registry-wait"
-                self._tell("gave-up", f"the trial process {how}, for {self._start_s:g} s now; ending: {advice}")
+                advice = "check that the registry runs and is reachable from here, or give a longer --registry-wait"
+                self._tell("gave-up", f"the startup check {how}; giving up after {self._start_s:g} s: {advice}")
                 return EXIT_FAILED
             pause_s = min(pause_s, left_s)
-            text = f"the trial process {how}; starting it again in {pause_s:.3g} s"
+            text = f"the startup check {how}; retrying in {pause_s:.3g} s"
             self._tell("not-started", text, restart_s=pause_s)
             until = time.monotonic() + pause_s
             while time.monotonic() < until:
@@ -349,7 +349,7 @@ class Supervisor:
             slot.process = spawn(replace(self._settings, number=slot.number), self._reports)
         except OSError as error:  # too many processes, or too little memory: the other workers are not affected
             pause_s = self._put_off(slot, slot.pause_s)
-            text = f"worker {slot.number} cannot be started: {error}; trying again in {pause_s:g} s"
+            text = f"worker {slot.number} cannot be started: {error}; retrying in {pause_s:g} s"
             self._tell("not-started", text, worker=slot.number, restart_s=pause_s)
             return
         slot.started_at, slot.restart_at = time.monotonic(), None
@@ -382,7 +382,7 @@ class Supervisor:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             for slot in self._running():
                 self._code = max(self._code, EXIT_FAILED)
-                self._tell_of(slot, "killed", "is not done in time; killing it")
+                self._tell_of(slot, "killed", "did not finish in time; killing it")
                 kill(slot.process)
 
     def _act_on(self, number: int) -> None:
@@ -398,7 +398,7 @@ class Supervisor:
 
     def _begin_stopping(self, why: str, **fields: Any) -> None:
         self._kill_at = time.monotonic() + self._settings.grace_s
-        text = f"{why}: stopping {counted(len(self._running()), 'worker')}, for up to {self._settings.grace_s:g} s"
+        text = f"{why}: stopping {counted(len(self._running()), 'worker')} within {self._settings.grace_s:g} s"
         self._tell("stopping", text, **fields)
 
     def _reap(self) -> None:
@@ -417,14 +417,14 @@ class Supervisor:
             is_over = code == 0 or code in FINAL or self._kill_at is not None
             if is_over:
                 self._code = max(self._code, EXIT_FINAL if code in FINAL else EXIT_FAILED if code else 0)
-                self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)
+                self._tell_of(slot, "ended", "has finished" if code == 0 else how, code=code)
             else:
                 pause_s = self._put_off(slot, RESTART_S[0] if ran_s >= STABLE_S else slot.pause_s)
                 WORKER_RESTARTS.of(str(slot.number)).add()
-                self._tell_of(slot, "died", f"{how}; starting it again in {pause_s:g} s", code=code, restart_s=pause_s)
+                self._tell_of(slot, "died", f"{how}; restarting it in {pause_s:g} s", code=code, restart_s=pause_s)
             slot.process = None
             if code == EXIT_CANNOT_WORK and self._kill_at is None:
-                self._begin_stopping(f"worker {slot.number} cannot work as it is set up")
+                self._begin_stopping(f"worker {slot.number} has a permanent error")
                 for other in self._running():
                     assert other.process is not None
                     other.process.send_signal(signal.SIGTERM)

@@ -59,7 +59,7 @@ def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
     what is wrong and where."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
-        raise ImportError(f"{path!r} names no handler: write MODULE:HANDLER, such as shop.billing:handle")
+        raise ImportError(f"{path!r} is not a handler: give MODULE:HANDLER, such as shop.billing:handle")
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
@@ -209,7 +209,7 @@ class Process:
     def _end_hung(self, limit_s: float) -> NoReturn:
         """End this process, whose partitions other members own by now: a thread that hangs in a handler cannot be
         ended."""
-        text = f"worker {self._settings.number}: its handler hangs, {limit_s:g} s after others took over; ending"
+        text = f"worker {self._settings.number}: handler still hangs {limit_s:g} s after others took over; exiting"
         tell(self._settings.as_json, "hung", text, **_me(self._settings))
         os._exit(EXIT_FAILED)
 
@@ -298,7 +298,7 @@ def _fail(settings: Settings, who: str, error: BaseException, code: int | None =
     traceback = "" if raised is None else failure_of(raised).traceback
     kind = type(error).__name__
     # The message of a Python exception alone may say nothing, as the key of a KeyError.
-    text = f"{error_text(error)} ({kind})" if is_ours else f"it ended with {kind}: {error_text(error)}{_place(error)}"
+    text = f"{error_text(error)} ({kind})" if is_ours else f"failed with {kind}: {error_text(error)}{_place(error)}"
     fields = {"error_type": kind, **_me(settings)}
     tell(settings.as_json, "failed", f"{who}{text}", traceback=traceback, **fields)
     if settings.is_trial and isinstance(error, UNREACHABLE):

@@ -47,7 +47,10 @@ class ReadOnly:
         pass
 
     def check_act(self, given: str | None) -> str | None:
-        raise NotPermitted("the page only shows: start it with --actions-token-file FILE to act through it")
+        raise NotPermitted(
+            "the page is read-only: to allow actions, start `pxrs web` with --actions-token-file FILE, or `pxrs serve` "
+            "with --auth FILE"
+        )
 
 
 class ActionToken:
@@ -61,8 +64,8 @@ class ActionToken:
         token = path.read_text().strip()
         if len(token) < TOKEN_CHARACTERS_MIN or not token.isascii():
             raise InvalidArgument(
-                f"{path} holds no token: write at least {TOKEN_CHARACTERS_MIN} ASCII characters into it, such as those "
-                "of `openssl rand -hex 32`"
+                f"{path} has no valid token: write at least {TOKEN_CHARACTERS_MIN} ASCII characters into it, such as "
+                "the output of `openssl rand -hex 32`"
             )
         self._token = token.encode()
 
@@ -72,7 +75,7 @@ class ActionToken:
     def check_act(self, given: str | None) -> str | None:
         """The tokens are compared in constant time."""
         if given is None or not hmac.compare_digest(given.encode("utf-8", "replace"), self._token):
-            raise NotPermitted("the token is not the one of --actions-token-file: nothing was changed")
+            raise NotPermitted("wrong token: give the one in the file of --actions-token-file; nothing was changed")
         return None
 
     def __repr__(self) -> str:
@@ -91,13 +94,13 @@ class ServerTokens:
     def check_read(self, given: str | None) -> None:
         self._gate.refresh()
         if not self._gate.identify(_metadata(given)).grants.is_reader:
-            raise NotPermitted("the token does not permit to read the whole hub, which this page shows")
+            raise NotPermitted("the token does not permit to read the whole hub: use one that permits hub=read")
 
     def check_act(self, given: str | None) -> str | None:
         self._gate.refresh()
         caller = self._gate.identify(_metadata(given))
         if not caller.grants.is_admin:
-            raise NotPermitted("the token does not permit to administer the hub: nothing was changed")
+            raise NotPermitted("the token does not permit hub=admin: nothing was changed")
         return caller.who
 
 

@@ -43,14 +43,14 @@ class Plan:
 def _text(given: Arguments, name: str) -> str:
     value = given.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 300:
-        raise InvalidArgument(f"{name} is missing, or no text of up to 300 characters")
+        raise InvalidArgument(f"{name} is missing, or is not a text of 1 to 300 characters")
     return value
 
 
 def _whole(given: Arguments, name: str) -> int:
     value = given.get(name)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise InvalidArgument(f"{name} is missing, or no whole number from 0 on")
+        raise InvalidArgument(f"{name} is missing, or is not a whole number of at least 0")
     return value
 
 
@@ -60,7 +60,7 @@ def _ids(given: Arguments) -> list[str] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value) or len(value) > IDS_MAX:
-        raise InvalidArgument(f"ids is no list of up to {IDS_MAX:,} ids")
+        raise InvalidArgument(f"ids is not a list of up to {IDS_MAX:,} ids")
     return value
 
 
@@ -76,13 +76,13 @@ def position(text: str) -> To:
         moment = None
     if moment is None or moment.tzinfo is None:
         raise InvalidArgument(
-            f"{text[:50]!r} is neither earliest, latest, an offset, nor a time with a zone such as 2026-01-31T12:00Z"
+            f"{text[:50]!r}: give earliest, latest, an offset, or a time with a zone such as 2026-01-31T12:00Z"
         )
     return moment
 
 
 def _changed(what: str) -> InvalidArgument:
-    return InvalidArgument(f"{what}: nothing was changed. Look again, then decide")
+    return InvalidArgument(f"{what}: nothing was changed. Review the current state and try again")
 
 
 # Groups.
@@ -97,7 +97,7 @@ def _paused(hub: Hub, given: Arguments) -> tuple[str, str, str, int, Paused]:
         if topic in (row.topic_id, row.topic) and row.partition == partition and row.paused is not None
     ]
     if len(rows) != 1 or rows[0].paused is None:
-        raise _changed(f"group {group} has not paused partition {partition} of {topic}")
+        raise _changed(f"partition {partition} of {topic} is not paused in group {group}")
     return group, rows[0].topic_id, f"{rows[0].topic}/{partition}", partition, rows[0].paused
 
 
@@ -107,11 +107,11 @@ def _decision(
     """About the message that a partition is paused at. decide: is given group, topic id, partition and offset."""
     group, topic, place, partition, paused = _paused(hub, given)
     if "offset" in given and _whole(given, "offset") != paused.offset:
-        raise _changed(f"{place} is paused at offset {paused.offset} by now")
+        raise _changed(f"{place} is now paused at offset {paused.offset}")
 
     def perform() -> str:
         if hub.group(group).paused(topic, partition) != paused:
-            raise _changed(f"{place} was paused anew since")
+            raise _changed(f"{place} has been paused again since then")
         decide(group, topic, partition, paused.offset)
         return done.format(group=group, place=place, offset=paused.offset)
 
@@ -122,9 +122,9 @@ def _retry(hub: Hub, given: Arguments) -> Plan:
     return _decision(
         hub,
         given,
-        "Group {group} handles the message at offset {offset} of {place} again. If the handler succeeds, the partition "
-        "goes on; if it fails, the partition is paused again.",
-        "group {group} tries offset {offset} of {place} again",
+        "Group {group} will retry the message at offset {offset} of {place}. If the handler succeeds, the partition "
+        "resumes; if it fails, the partition is paused again.",
+        "group {group} retries offset {offset} of {place}",
         lambda group, topic, partition, offset: hub.group(group).retry(topic, partition, offset),
     )
 
@@ -133,9 +133,9 @@ def _skip(hub: Hub, given: Arguments) -> Plan:
     return _decision(
         hub,
         given,
-        "Group {group} goes on behind offset {offset} of {place}. The message stays in the topic, and this group never "
+        "Group {group} will skip offset {offset} of {place}. The message stays in the topic, but this group never "
         "handles it.",
-        "group {group} leaves out offset {offset} of {place}",
+        "group {group} skipped offset {offset} of {place}",
         lambda group, topic, partition, offset: hub.group(group).skip(topic, partition, offset),
     )
 
@@ -153,16 +153,16 @@ def _reset(hub: Hub, given: Arguments) -> Plan:
         for number, offset in offsets.items()
     ]
     repeated, skipped = (sum(row[name] for row in rows) for name in ("repeated", "skipped"))
-    said = f"{counted(repeated, 'message')} would be handled again, and {counted(skipped, 'message')} never be handled."
+    said = f"{counted(repeated, 'message')} will be handled again, {counted(skipped, 'message')} will be skipped."
     if found.members:
-        said += f" The group has {counted(len(found.members), 'member')}: they go on at the new offsets."
+        said += f" The group has {counted(len(found.members), 'member')}; they continue at the new offsets."
     elif to == "latest":
-        said += " Messages that come from now on are handled."
+        said += " Messages that arrive from now on will be handled."
 
     def perform() -> str:
         for name, id, _ in planned:
             if hub.readable(name).id != id:
-                raise _changed(f"{name} was deleted, and there is another one of that name")
+                raise _changed(f"{name} was deleted and created again")
         count = 0
         for name, _, offsets in planned:
             written = hub.group(group).reset(offsets, name, force=bool(found.members))
@@ -186,15 +186,15 @@ def _moved(topic: str, partition: int, checkpoint: int | None, offset: int) -> d
 
 def _delete_group(hub: Hub, given: Arguments) -> Plan:
     found = hub.group(_text(given, "group")).describe()
-    said = f" Its {counted(len(found.members), 'member')} join again and start anew." if found.members else ""
+    said = f" Its {counted(len(found.members), 'member')} will rejoin without checkpoints." if found.members else ""
 
     def perform() -> str:
         hub.group(found.name).delete(force=bool(found.members))
-        return f"group {found.name} is deleted"
+        return f"deleted group {found.name}"
 
     return Plan(
         f"Delete group {found.name} and its checkpoints of {counted(len(found.partitions), 'partition')} for good. A "
-        f"consumer that uses the name later starts anew.{said}",
+        f"consumer that joins it later starts without checkpoints.{said}",
         perform,
     )
 
@@ -204,7 +204,7 @@ def _delete_group(hub: Hub, given: Arguments) -> Plan:
 
 def _check_queue(hub: Hub, name: str, id: str) -> None:
     if hub.queue(name).settings.id != id:
-        raise _changed(f"the queue {name} was deleted, and there is another one of that name")
+        raise _changed(f"the queue {name} was deleted and created again")
 
 
 def _letters(hub: Hub, given: Arguments, would: str, done: str, act: Callable[[str, list[str]], int]) -> Plan:
@@ -215,7 +215,7 @@ def _letters(hub: Hub, given: Arguments, would: str, done: str, act: Callable[[s
     total = len(there) if len(there) < LETTERS_MAX else len(queue.dead_letters())
     ids = there if chosen is None else sorted(set(chosen) & set(there))
     if not ids:
-        raise _changed(f"{name} has no such dead letter any more")
+        raise _changed(f"{name} no longer has any of these dead letters")
     count = counted(len(ids), "dead letter")
     if chosen is None and total > len(ids):
         count = f"the oldest {count} of {total:,}"
@@ -232,7 +232,7 @@ def _requeue(hub: Hub, given: Arguments) -> Plan:
         hub,
         given,
         "Put {count} of {queue} back into the queue, as if never delivered.",
-        "{count} of {queue} will be tried again",
+        "{count} of {queue} will be retried",
         lambda queue, ids: hub.queue(queue).dead_letters().retry(ids),
     )
 
@@ -255,7 +255,7 @@ def _delete_queue(hub: Hub, given: Arguments) -> Plan:
     def perform() -> str:
         _check_queue(hub, name, id)
         hub.delete_queue(name)
-        return f"queue {name} is deleted"
+        return f"deleted queue {name}"
 
     return Plan(f"Delete the queue {name} and the {count} in it for good.", perform)
 
@@ -267,11 +267,11 @@ def _delete_topic(hub: Hub, given: Arguments) -> Plan:
 
     def perform() -> str:
         if hub.topic(name).id != id:
-            raise _changed(f"the topic {name} was deleted, and there is another one of that name")
+            raise _changed(f"the topic {name} was deleted and created again")
         hub.delete_topic(name)
-        return f"topic {name} is deleted"
+        return f"deleted topic {name}"
 
-    return Plan(f"Delete the topic {name} and its {count} for good. Groups that read it lose it.", perform)
+    return Plan(f"Delete the topic {name} and its {count} for good. Groups can no longer read it.", perform)
 
 
 ACTIONS: Final[Mapping[str, Callable[[Hub, Arguments], Plan]]] = {

@@ -53,26 +53,26 @@ def check(
 ) -> None:
     """Raise Refusal if the request must not be answered. hosts: the names that are allowed beside addresses."""
     if method not in ("GET", "HEAD", "POST"):
-        raise Refusal(405, "the page is read by GET and changed by POST")
+        raise Refusal(405, "method not allowed: use GET to read and POST to change")
     if target_bytes > TARGET_BYTES_MAX:
-        raise Refusal(414, f"the address has more than {TARGET_BYTES_MAX:,} bytes")
+        raise Refusal(414, f"the URL is longer than {TARGET_BYTES_MAX:,} bytes")
     given: dict[bytes, list[bytes]] = {}
     for name, value in headers:
         given.setdefault(name.lower(), []).append(value)
     named = given.get(b"host", [])
     if len(named) != 1 or not is_own_host(host := named[0].decode("latin-1"), hosts):
-        raise Refusal(421, "the Host header names another site: use the page's address, or start it with --allow-host")
+        raise Refusal(421, "the Host header is not that of this page: use its address, or start it with --allow-host")
     site = given.get(b"sec-fetch-site", [b"none"])[0]
     mode = given.get(b"sec-fetch-mode", [b""])[0]
     if site in (b"cross-site", b"same-site") and mode != b"navigate":
-        raise Refusal(403, "another site has made this request")
+        raise Refusal(403, "requests from other sites are refused")
     if method == "POST":
         own = {f"{scheme}://{host}".lower()}
         if _name_of(host) in hosts:  # a proxy before the page, which speaks TLS, is reached under this name
             own.add(f"https://{host}".lower())
         _check_post(given, own)
     elif given.get(b"transfer-encoding") or given.get(b"content-length", [b"0"]) != [b"0"]:
-        raise Refusal(400, "a GET has no body")
+        raise Refusal(400, "a GET or HEAD request must not have a body")
 
 
 def _name_of(host: str) -> str:
@@ -83,17 +83,17 @@ def _check_post(given: dict[bytes, list[bytes]], own: set[str]) -> None:
     """own: the origins of the page itself."""
     origins = [each.decode("latin-1") for each in given.get(b"origin", [])]
     if len(origins) != 1 or origins[0].lower() not in own:
-        raise Refusal(403, "the request does not come from this page: its Origin is another one, or missing")
+        raise Refusal(403, "the request does not come from this page: its Origin header is missing or different")
     if given.get(b"sec-fetch-site", [b"same-origin"])[0] != b"same-origin":
-        raise Refusal(403, "another site has made this request")
+        raise Refusal(403, "requests from other sites are refused")
     kind = given.get(b"content-type", [b""])[0].split(b";")[0].strip().lower()
     if kind != b"application/json":
         raise Refusal(415, "the body must be application/json")
     length = given.get(b"content-length", [b""])
     if len(length) != 1 or not length[0].isdigit():
-        raise Refusal(411, "the length of the body is not given")
+        raise Refusal(411, "the Content-Length header is missing or not a number")
     if len(length[0]) > 9 or int(length[0]) > BODY_BYTES_MAX:
-        raise Refusal(413, f"the body has more than {BODY_BYTES_MAX:,} bytes")
+        raise Refusal(413, f"the body is longer than {BODY_BYTES_MAX:,} bytes")
 
 
 def is_own_host(host: str, hosts: frozenset[str]) -> bool:

@@ -70,7 +70,7 @@ class History:
                 return
             except PxrsError as error:
                 if self.problem != str(error):
-                    _logger.warning("the events of the hub cannot be followed, and are tried again: %s", error)
+                    _logger.warning("cannot follow the events of the hub; retrying: %s", error)
                 self.problem = str(error)
             with self._lock:
                 self._by_group.clear()

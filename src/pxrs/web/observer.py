@@ -75,7 +75,7 @@ class Observer:
             except PxrsError as error:
                 problems.append(str(error))
         if problems and self.problem is None:
-            _logger.warning("what the page shows is old: %s", "; ".join(problems))
+            _logger.warning("the web page shows stale data: %s", "; ".join(problems))
         self.problem = "; ".join(problems) or None
         if not problems:
             self.looked_at = time.time()

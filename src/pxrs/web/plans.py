@@ -52,13 +52,13 @@ class Plans:
             kept = self._kept.get(id) if isinstance(id, str) else None
             if kept is None or (kept.action, kept.who) != (action, who):
                 raise InvalidArgument(
-                    "this was done already, or never shown to you by this process: nothing was changed. Look again, "
-                    "then decide"
+                    "this action was done already, or was not previewed here: nothing was changed. Review the current "
+                    "state and try again"
                 )
             del self._kept[str(id)]
         if self._monotonic() > kept.until:
             minutes = f"{KEPT_S / 60:.0f} minutes"
             raise InvalidArgument(
-                f"this was shown more than {minutes} ago: nothing was changed. Look again, then decide"
+                f"the preview is more than {minutes} old: nothing was changed. Review the current state and try again"
             )
         return kept.plan

@@ -147,7 +147,7 @@ class _Routes:
         names = {state.value: state for state in ItemState}
         state = names.get(request.query_params.get("state", "ready"))
         if state is None:
-            raise InvalidArgument(f"the state of items is one of {', '.join(names)}")
+            raise InvalidArgument(f"unknown state of items: choose from {', '.join(names)}")
         found = self._observer.see(lambda: self._observer.queues.find(request.path_params["name"]).queue)
         after = request.query_params.get("after")
         listed = queues.items(self._observer.hub.registry, found, state, after, ITEMS_MAX)
@@ -174,7 +174,7 @@ class _Routes:
             self._observer.forget()
         if who is not None:  # the hub's own record of the action names the user of this process
             await run_in_threadpool(self._observer.hub.record_audit, "act_on_page", who=who, what=done)
-        _logger.info("%s, through the page: %s", name, done)
+        _logger.info("%s through the web page: %s", name, done)
         return _plain({"text": done})
 
     async def _asked(self, request: Request) -> tuple[str, str | None, Mapping[str, Any]]:
@@ -198,9 +198,9 @@ async def _body(request: Request) -> Mapping[str, Any]:
     try:
         found = json.loads(await request.body())
     except (ValueError, RecursionError):
-        raise InvalidArgument("the body is no JSON") from None
+        raise InvalidArgument("the body is not JSON") from None
     if not isinstance(found, dict):
-        raise InvalidArgument("the body is no JSON object")
+        raise InvalidArgument("the body is not a JSON object")
     return found
 
 
@@ -213,7 +213,7 @@ def _number(request: Request, name: str, kind: Callable[[str], Any], default: An
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise InvalidArgument(f"{name} is no number")
+        raise InvalidArgument(f"{name} is not a number")
     return found
 
 
@@ -251,5 +251,5 @@ def _refused(request: Request, error: Exception) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    _logger.error("a request of the page has failed", exc_info=error)
-    return _plain({"error": "the page has failed: see its log", "code": "web.failed"}, 500)
+    _logger.error("a request to the web page failed", exc_info=error)
+    return _plain({"error": "internal error: see the log of the web page", "code": "web.failed"}, 500)

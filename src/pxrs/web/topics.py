@@ -50,7 +50,7 @@ class Glanced:
     def bounds(self, partitions: Iterable[int]) -> Mapping[int, Bounds]:
         """As of the last look. Raises the error of that."""
         if self.found is None:
-            raise self.error or ReadFailed(f"{self.name} was not looked at yet")
+            raise self.error or ReadFailed(f"{self.name} has not been read yet")
         return {number: self.found[number] for number in partitions}
 
     def offset_at(self, partition: int, timestamp: int) -> int:

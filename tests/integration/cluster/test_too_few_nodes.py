@@ -32,7 +32,7 @@ def status(cluster: ClusterProcesses) -> tuple[int, dict[str, object]]:
 def test_one_node_of_three_is_told_by_every_command_and_two_more_are_used_at_once(tmp_path: Path) -> None:
     with ClusterProcesses(f"file:{tmp_path / 'registry'}", brokers=1, nodes=1) as cluster:
         made = command(cluster, "topic", "create", "orders", "--partitions", "2")
-        assert (made.returncode, made.stdout) == (0, "made orders with 2 partitions\n")
+        assert (made.returncode, made.stdout) == (0, "created orders with 2 partitions\n")
         assert made.stderr == (
             f"warning: topic orders was created, but nothing can be stored in it yet: {WHY}; start more storage nodes\n"
         )

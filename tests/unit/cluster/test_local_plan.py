@@ -46,14 +46,14 @@ def test_nodes_that_are_not_started_keep_their_ports_for_later(ports: Callable[[
 
 def test_given_ports_follow_each_other(ports: Callable[[int], list[int]]) -> None:
     assert planned(Wish(brokers=3, port=7_077), None, ports).brokers == (7_077, 7_078, 7_079)
-    with pytest.raises(InvalidArgument, match="need the ports up to 65537"):
+    with pytest.raises(InvalidArgument, match="need ports up to 65537"):
         planned(Wish(brokers=3, port=65_535), None, ports)
 
 
 def test_a_given_registry_needs_no_etcd_and_cannot_be_changed(ports: Callable[[int], list[int]]) -> None:
     plan = planned(Wish(registry="etcd://a:2379"), None, ports)
     assert plan.etcd == ()
-    with pytest.raises(InvalidArgument, match=r"has etcd://a:2379 as its registry, and no --registry was given"):
+    with pytest.raises(InvalidArgument, match=r"uses etcd://a:2379 as its registry, but no --registry was given"):
         planned(Wish(), plan, ports)
 
 

@@ -61,7 +61,7 @@ def test_a_node_is_retired_reinstated_and_forgotten_by_the_beginning_of_its_id(r
     assert decided(registry) == ["retire_node", "reinstate_node", "forget_node"], "each is for the audit"
 
 
-@pytest.mark.parametrize(("given", "why"), [("aaaa", "several"), ("b", "no such"), ("cccc9999", "no such")])
+@pytest.mark.parametrize(("given", "why"), [("aaaa", "several"), ("b", "no storage"), ("cccc9999", "no storage")])
 def test_an_id_that_names_no_single_node_is_refused(registry: Registry, call: Call, given: str, why: str) -> None:
     found = call("retire", given)
     assert found.code == 1
@@ -74,7 +74,7 @@ def test_c6_abandon_tells_what_may_be_lost_and_asks(registry: Registry, call: Ca
     asked = call("abandon", "aaaa1111", "aaaa2222")
     assert asked.code == 2, "nobody is there to answer"
     assert "give --yes" in asked.errors
-    assert "orders/0, ledger 0 (open): messages from offset 70 on" in asked.out
+    assert "orders/0, ledger 0 (open): acknowledged messages from offset 70 on" in asked.out
     assert decided(registry) == []
     assert call("abandon", "aaaa1111", "aaaa2222", "bbbb3333", "--yes").code == 0
     assert decided(registry) == ["abandon_nodes"]
@@ -94,4 +94,4 @@ def test_c6_a_node_that_lives_is_not_abandoned(registry: Registry, call: Call) -
 def test_c6_nothing_is_abandoned_where_no_ledger_needs_it(registry: Registry, call: Call) -> None:
     found = call("abandon", "bbbb3333", "--yes")
     assert (found.code, decided(registry)) == (0, [])
-    assert "no ledger needs this decision" in found.out
+    assert "nothing to do: every ledger can be recovered" in found.out

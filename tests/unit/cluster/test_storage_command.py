@@ -68,9 +68,9 @@ def test_a_port_in_use_may_be_free_later(run, arguments: list[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("option", "what"),
     [
-        (("--limit", "sement_bytes=1"), "there is no such limit; choose from add_bytes_max"),
-        (("--listen", "0.0.0.0:0"), "can be reached from other hosts"),
-        (("--registry", "memory:"), "belongs to this process alone"),
+        (("--limit", "sement_bytes=1"), "unknown limit; choose from add_bytes_max"),
+        (("--listen", "0.0.0.0:0"), "is reachable from other hosts"),
+        (("--registry", "memory:"), "exists in this process only"),
         (("--tls-cert", "x.pem"), "TLS needs both"),
     ],
 )

@@ -69,6 +69,6 @@ def test_reading_needs_a_token_that_may_read_the_hub_and_acting_one_that_may_adm
         assert hub.topics() == []
         (event,) = [event for event in hub.audit() if event.name == "audit.act_on_page"]
         assert event.fields["who"].startswith("token ")
-        assert event.fields["what"] == "topic orders is deleted"
+        assert event.fields["what"] == "deleted topic orders"
         tokens.revoke(file, "reader")
         assert ask(page, "GET", "/api/overview", X_Pxrs_Token=reader).status == 401, "a revoked token ends at once"

@@ -132,7 +132,7 @@ def test_a_paused_partition_is_tried_again(hub: pxrs.Hub, page: WebServer) -> No
     (row,) = get(page, "/api/groups/billing")["rows"]
     assert row["paused"]["error"] == "ValueError: a bad order"
     assert "in fail" in row["paused"]["traceback"]
-    assert act(page, "retry") == "group billing tries offset 0 of orders/0 again"
+    assert act(page, "retry") == "group billing retries offset 0 of orders/0"
     assert _rows(hub)[0].paused is None
     (row,) = get(page, "/api/groups/billing")["rows"]
     assert row["paused"] is None, "the next answer shows it"
@@ -154,7 +154,7 @@ def test_a_reset_shows_what_would_be_repeated_or_skipped(hub: pxrs.Hub, page: We
     assert found["rows"] == [
         {"topic": "orders", "partition": 0, "checkpoint": 5, "offset": 2, "repeated": 3, "skipped": 0}
     ]
-    assert "3 messages would be handled again, and 0 messages never be handled" in found["text"]
+    assert "3 messages will be handled again, 0 messages will be skipped" in found["text"]
     act(page, "reset", to="2")
     assert hub.group("idle").describe().partitions[0].checkpoint == 2
     found = post(page, "/api/actions/reset/preview", {"group": "idle", "to": "latest"}).json
@@ -166,7 +166,7 @@ def test_a_reset_shows_what_would_be_repeated_or_skipped(hub: pxrs.Hub, page: We
 def test_dead_letters_are_put_back_or_removed(hub: pxrs.Hub, page: WebServer) -> None:
     ids = [item["id"] for item in get(page, "/api/queues/mails/items?state=dead")["items"]]
     assert "RuntimeError" in get(page, "/api/queues/mails/items?state=dead")["items"][0]["error"]
-    assert act(page, "requeue", ids=ids[:1]) == "1 dead letter of mails will be tried again"
+    assert act(page, "requeue", ids=ids[:1]) == "1 dead letter of mails will be retried"
     assert act(page, "purge", ids=ids[1:2]) == "removed 1 dead letter of mails"
     assert (hub.queue("mails").depth().ready, hub.queue("mails").depth().dead) == (1, 1)
     assert get(page, "/api/queues/mails")["dead"] == 1

@@ -45,7 +45,9 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise InvalidArgument(f"another `pxrs cluster up` runs in {directory}: stop it, or give another") from error
+            raise InvalidArgument(
+                f"another `pxrs cluster up` runs in {directory}: stop it, or give another --dir"
+            ) from error
         yield
 
 
@@ -141,10 +143,10 @@ class LocalCluster:
         for process in processes:
             while not is_stopped() and not process.is_ready(process):
                 if not process.is_running:
-                    raise ProcessFailed(f"{process.name} has ended while it started: {process.last_line()}")
+                    raise ProcessFailed(f"{process.name} exited during its start: {process.last_line()}")
                 if time.monotonic() > until:
                     raise ProcessFailed(
-                        f"{process.name} was not ready within {START_S:g} s; the end of {process.log}: "
+                        f"{process.name} was not ready within {START_S:g} s; the last line of {process.log}: "
                         f"{process.last_line()}"
                     )
                 time.sleep(LOOK_S)
@@ -157,11 +159,11 @@ class LocalCluster:
             if what is not None:
                 if not restarts:
                     process.restart_at = None
-                pause = "" if process.restart_at is None else f"; started again in {process.restart_at - now:g} s"
+                pause = "" if process.restart_at is None else f"; restarting it in {process.restart_at - now:g} s"
                 told.append(what + pause)
             elif process.restart_at is not None and now >= process.restart_at:
                 process.start()
-                told.append(f"{process.name} is started again, process {process.pid}")
+                told.append(f"restarted {process.name}, pid {process.pid}")
         return told
 
     def stop(self, is_urgent: Stopped = lambda: False) -> list[str]:

@@ -24,30 +24,28 @@ PREFIX_MIN: Final = 4
 """So many characters of an id at least name a node."""
 SHOWN_MAX: Final = 50
 
-Node = Annotated[
-    str, typer.Argument(metavar="NODE", help="Its id, or the beginning of it: pxrs cluster status shows it.")
-]
-Nodes = Annotated[list[str], typer.Argument(metavar="NODE...", help="Their ids, or the beginnings of them.")]
+Node = Annotated[str, typer.Argument(metavar="NODE", help="The node's id or a prefix of it, from pxrs cluster status.")]
+Nodes = Annotated[list[str], typer.Argument(metavar="NODE...", help="The nodes' ids or prefixes of them.")]
 Registry_ = Annotated[
     str, typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry of the cluster.")
 ]
 
 
 def retire(node: Node, registry: Registry_) -> None:
-    """Take a storage node out of service: brokers make its copies anew on others.
+    """Take a storage node out of service: brokers copy its entries to other nodes.
 
-    The node goes on serving until you stop it. Stop it when `pxrs cluster status` says that it may be stopped.
+    The node keeps serving until you stop it. Stop it when `pxrs cluster status` says that it may be stopped.
     """
     from pxrs.cluster.deciding import retire as decide
 
     with opened(None, registry) as found:
         id = resolved(found, node)
         decide(found, id)
-    echo(f"retired storage node {id}: its copies are made anew on others; pxrs cluster status shows when it is empty")
+    echo(f"retired storage node {id}: its entries are copied to others; pxrs cluster status shows when to stop it")
 
 
 def reinstate(node: Node, registry: Registry_) -> None:
-    """Use a storage node again that was retired."""
+    """Put a retired storage node back into service."""
     from pxrs.cluster.deciding import reinstate as decide
 
     with opened(None, registry) as found:
@@ -57,7 +55,7 @@ def reinstate(node: Node, registry: Registry_) -> None:
 
 
 def forget(node: Node, registry: Registry_) -> None:
-    """Remove a storage node that is stopped, and that no ledger names, from the list of nodes."""
+    """Remove a storage node from the list of nodes. It must be stopped, and no ledger may refer to it."""
     from pxrs.cluster.deciding import forget as decide
 
     with opened(None, registry) as found:
@@ -67,11 +65,11 @@ def forget(node: Node, registry: Registry_) -> None:
 
 
 def abandon(nodes: Nodes, registry: Registry_, yes: Yes = False) -> None:
-    """Go on without storage nodes that will never return. Acknowledged messages may be lost.
+    """Give up storage nodes that will never return. Acknowledged messages may be lost.
 
-    A ledger whose writer is gone is recovered from its storage nodes. If too many of them are gone, its partition
-    waits for them. This command lets it go on with what the others have. It lists what may be lost, asks, and the
-    decision is recorded in the audit. The processes of the nodes must be stopped for good.
+    A ledger whose broker is gone is recovered from its storage nodes. If too many of these are gone, its partition
+    waits for them. This command lets the recovery continue with the remaining nodes. It lists what may be lost, asks
+    for confirmation, and records the decision in the audit log. The processes of the nodes must be stopped for good.
     """
     from pxrs.cluster.deciding import abandon as decide
     from pxrs.cluster.deciding import losses
@@ -80,12 +78,12 @@ def abandon(nodes: Nodes, registry: Registry_, yes: Yes = False) -> None:
         ids = [resolved(found, node) for node in nodes]
         lost = losses(found, ids)
         if not lost:
-            echo("no ledger needs this decision: every one can be recovered and read without these nodes")
+            echo("nothing to do: every ledger can be recovered and read without these nodes")
             return
         show(*_told(lost))
-        confirm(f"Go on without {counted(len(ids), 'storage node')}, and lose what only they have?", yes)
+        confirm(f"Give up {counted(len(ids), 'storage node')}, and lose what only they have?", yes)
         done = decide(found, ids, [each.ledger for each in lost])
-    echo(f"{counted(len(done), 'ledger')} will go on without {', '.join(ids)}; pxrs audit shows who has decided it")
+    echo(f"{counted(len(done), 'ledger')} will continue without {', '.join(ids)}; pxrs audit records this decision")
 
 
 def _told(lost: list[Loss]) -> Iterable[str]:
@@ -93,9 +91,9 @@ def _told(lost: list[Loss]) -> Iterable[str]:
     for each in lost[:SHOWN_MAX]:
         place = printable(f"{each.topic or '(deleted topic)'}/{each.partition}")
         what = (
-            f"messages from offset {each.first:,} on that were acknowledged and are on no other node are lost"
+            f"acknowledged messages from offset {each.first:,} on that are on no other node are lost"
             if each.entries is None
-            else f"{counted(each.entries, 'entry', 'entries')} of offsets {each.first:,} to {each.end:,} are lost"
+            else f"{counted(each.entries, 'entry', 'entries')} between offsets {each.first:,} and {each.end:,} are lost"
         )
         waits = f"; also waits for {', '.join(each.waits_for)}" if each.waits_for else ""
         yield f"  {place}, ledger {each.ledger.rpartition('/')[2]} ({each.state}): {what}{waits}"
@@ -113,5 +111,5 @@ def resolved(registry: Registry, given: str) -> str:
     found = [id for id in known if id.startswith(given)] if len(given) >= PREFIX_MIN else []
     if len(found) == 1:
         return found[0]
-    why = "several storage nodes begin like that" if found else "there is no such storage node"
-    raise InvalidArgument(f"{given!r}: {why}; there are {', '.join(known) or 'none'}")
+    why = "several storage nodes have ids with this prefix" if found else "no storage node has such an id"
+    raise InvalidArgument(f"{given!r}: {why}; the ids are {', '.join(known) or 'none'}")

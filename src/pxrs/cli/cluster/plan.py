@@ -44,13 +44,15 @@ class Plan:
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
-                raise InvalidArgument(f"{where} was written by another version of pxrs (format {found['format']})")
+                raise InvalidArgument(
+                    f"{where} was written by another version of pxrs (format {found['format']}): give another --dir"
+                )
             brokers, storage, etcd = (
                 tuple(int(port) for port in found[name]) for name in ("brokers", "storage", "etcd")
             )
             return cls(brokers, storage, etcd, found["registry"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgument(f"{where} is not the plan of a cluster: {error!r}: give another --dir") from error
+            raise InvalidArgument(f"{where} is not the plan of a cluster ({error!r}): give another --dir") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,16 @@ def planned(wish: Wish, before: Plan | None, free_ports: Callable[[int], list[in
     if before is not None and before.registry != wish.registry:
         had = "an etcd of its own" if before.registry is None else before.registry
         given = "no --registry was given" if wish.registry is None else f"--registry is {wish.registry}"
-        raise InvalidArgument(f"the cluster in this directory has {had} as its registry, and {given}")
+        raise InvalidArgument(
+            f"the cluster in this directory uses {had} as its registry, but {given}: give another --dir"
+        )
     old = before or Plan((), (), (), wish.registry)
     count = wish.brokers or len(old.brokers) or BROKERS_DEFAULT
     if wish.port is not None:
         if wish.port + count > 65_536:
-            raise InvalidArgument(f"--port {wish.port}: {count} brokers need the ports up to {wish.port + count - 1}")
+            raise InvalidArgument(
+                f"--port {wish.port}: {count} brokers need ports up to {wish.port + count - 1}; give a lower one"
+            )
         brokers = tuple(range(wish.port, wish.port + count))
     else:
         brokers = _extended(old.brokers, count, free_ports)

@@ -91,7 +91,7 @@ class Process:
         code = self.child.returncode
         self.child = None
         if code == EXIT_FINAL:
-            return f"{self.name} {ending(code)} and is not started again: {self.last_line()}"
+            return f"{self.name} {ending(code)} and is not restarted: {self.last_line()}"
         if now - self.started_at > STEADY_S:
             self.pause_s = PAUSE_S[0]
         self.restart_at = now + self.pause_s

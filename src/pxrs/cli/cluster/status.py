@@ -30,15 +30,15 @@ _TIMES: Final = (("brokers", "started_at"), ("deletions", "deleted_at"), ("aband
 def status(
     at: At = None,
     registry: RegistryUrl = None,
-    topic: Annotated[str | None, typer.Option("--topic", help="Show the partitions of this topic alone.")] = None,
-    with_ledgers: Annotated[bool, typer.Option("--ledgers", help="List every ledger and its copies, too.")] = False,
+    topic: Annotated[str | None, typer.Option("--topic", help="Show only the partitions of this topic.")] = None,
+    with_ledgers: Annotated[bool, typer.Option("--ledgers", help="Also list every ledger and its copies.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show brokers, storage nodes, partitions and what lacks copies, the most urgent first.
+    """Show brokers, storage nodes, partitions and missing copies, the most urgent first.
 
-    It reads the registry alone: directly, or through a broker with --at. Exit code 1 if a partition has no owner or is
-    not served, a ledger lacks copies, too few storage nodes accept entries to store anything in a topic, a placement
-    function fails, or a storage node is in doubt or has damaged entries.
+    It only reads the registry: directly, or with --at through a broker. Exit code 1 if a partition has no owner or is
+    not served, a ledger lacks copies, too few storage nodes accept entries for a topic, a placement function fails, or
+    a storage node is in doubt or has damaged entries.
     """
     found = read(at, registry)
     if as_json:
@@ -68,7 +68,7 @@ def read(at: str | None, registry: str | None) -> ClusterStatus:
         seen = read_status(found)
         if seen.id is None:
             raise InvalidArgument(
-                f"{found.url} has no cluster: give the registry that `pxrs broker` and `pxrs storage` were given"
+                f"there is no cluster in {found.url}: give the --registry of its `pxrs broker` and `pxrs storage`"
             )
         return seen
 
@@ -89,6 +89,6 @@ def opened(at: str | None, registry: str | None) -> Iterator[Registry]:
     from pxrs.cli.options import is_server
 
     if not is_server(at):
-        raise InvalidArgument(f"{at} is no cluster: give pxrs://HOST:PORT of its brokers, or --registry URL")
+        raise InvalidArgument(f"{at} is not a cluster: give pxrs://HOST:PORT of its brokers, or --registry URL")
     with pxrs.open(at) as hub:
         yield hub.registry

@@ -57,7 +57,7 @@ def problem_lines(found: ClusterStatus) -> list[Text]:
 def _brokers(found: ClusterStatus) -> Table:
     table = _table(("broker", "address", "id", "version", "state"), ("partitions",))
     for each in found.brokers:
-        state = Text("leaving", "yellow") if each.is_leaving else Text("serves", "green")
+        state = Text("leaving", "yellow") if each.is_leaving else Text("serving", "green")
         table.add_row(
             cell(each.name or "-"),
             cell(each.address),
@@ -88,13 +88,13 @@ def _state(node: NodeStatus) -> Text:
         return Text("away", "red" if node.named else "dim")
     if node.damaged or node.doubts:
         return Text("damaged" if node.damaged else "in doubt", "red")
-    return Text("in use", "green") if node.refuses is None else Text("takes no entries", "red")
+    return Text("in use", "green") if node.refuses is None else Text("accepts no entries", "red")
 
 
 def _partitions(rows: Sequence[PartitionStatus]) -> Table:
     table = _table(("partition", "owner", "ledgers"), ("epoch", "first offset", "closed", "lacking copies"))
     for each in rows:
-        owner = cell(each.owner) if each.broker else Text("nobody", "red")
+        owner = cell(each.owner) if each.broker else Text("none", "red")
         if each.unserved is not None:
             owner.append(", not served", "red")
         ledgers = ", ".join(f"{count:,} {state}" for state, count in each.ledgers.items())

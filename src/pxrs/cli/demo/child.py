@@ -42,11 +42,11 @@ def end(
 def how_it_ended(name: str, process: subprocess.Popen[bytes], errors: Path) -> str:
     """The exit code or the signal of a process that has ended, and the last lines of its standard error."""
     code = process.returncode
-    what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    what = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     lines = errors.read_text(errors="replace").strip().splitlines()[-_LINES:]
     if len(lines) < 2:
-        return f"{name} {what}: {lines[0] if lines else 'it said nothing'}"
-    return "\n".join([f"{name} {what}; it said last:", *(f"    {line}" for line in lines)])
+        return f"{name} {what}: {lines[0] if lines else 'it printed nothing'}"
+    return "\n".join([f"{name} {what}; its last output:", *(f"    {line}" for line in lines)])
 
 
 def cpu_s(pids: Iterable[int]) -> dict[int, float]:

@@ -15,21 +15,21 @@ from pxrs.registry.address import parse
 
 def demo(
     url: Annotated[
-        str | None, typer.Option("--registry", help="Any registry; by default one of files, in a temporary directory.")
+        str | None, typer.Option("--registry", help="The registry; by default files in a temporary directory.")
     ] = None,
-    has_spark: Annotated[bool, typer.Option("--spark/--no-spark", help="With a Spark pipeline, or without.")] = True,
+    has_spark: Annotated[bool, typer.Option("--spark/--no-spark", help="Whether to run a Spark pipeline.")] = True,
     messages: Annotated[
-        int, typer.Option(min=150, max=2000, help="How many are sent; more if Spark starts slowly.")
+        int, typer.Option(min=150, max=2000, help="How many messages to send; more if Spark starts slowly.")
     ] = 900,
     picture: Annotated[
-        Path, typer.Option("--chart", metavar="PATH", help="Where the picture of the run is saved.")
+        Path, typer.Option("--chart", metavar="PATH", help="Where to save the chart of the run.")
     ] = Path("pxrs-demo.png"),
 ) -> None:
     """Show a consumer group, a kill -9, a take-over, a refused late commit and a Spark pipeline, with real processes.
 
     At the end an account of every message is printed, and a chart of the run is saved. It takes about a minute. On a
-    busy machine it says every few seconds what it waits for, and after ten minutes at most what was not finished. Exit
-    code 1 if the account is not exact, or if the run was not finished.
+    busy machine it prints what it waits for, and gives up after ten minutes. Exit code 1 if the account is not exact,
+    or if the run did not finish.
     """
     if url is not None and parse(url).scheme == "memory":
         raise typer.BadParameter(

@@ -27,7 +27,7 @@ def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
     """Run the demo. Returns the exit code: 1 if the demo did not finish, or if the account is not exact."""
     console = Console()
     if has_spark and (reason := missing()) is not None:
-        _say(console, f"[yellow]without Spark[/]: {escape(reason)}")
+        _say(console, f"[yellow]running without Spark[/]: {escape(reason)}")
         has_spark = False
     group = f"demo-{uuid.uuid4().hex[:6]}"
     with tempfile.TemporaryDirectory(prefix="pxrs-demo-", ignore_cleanup_errors=True) as temporary:
@@ -67,7 +67,7 @@ def _tell(console: Console, ending: Ending) -> None:
     console.print()
     console.print(account_table(ending.lines))
     when = "when a worker was killed or stopped" if ending.has_zombie else "when a worker was killed"
-    _say(console, f"[dim]handled again: {ending.redone}, in hand and not yet written down {when}[/]")
+    _say(console, f"[dim]messages handled again: {ending.redone}, in hand without a checkpoint {when}[/]")
     if ending.dead_letters:
         why = ", ".join(f"{escape(reason)} ({count})" for reason, count in ending.dead_letters.items())
         _say(console, f"[dim]dead letters: {why}[/]")
@@ -80,8 +80,8 @@ def _draw(console: Console, path: Path, story: Demo, ending: Ending, has_spark: 
     title = f"pxrs demo: {ending.messages:,} messages, {PARTITIONS} partitions, {who}"
     subtitle = "the account is not exact"
     if ending.is_exact:
-        totals = "; Spark's totals right to the cent" if has_spark else ""
-        subtitle = f"nothing lost, in order, nothing done twice beyond the last checkpoint{totals}"
+        totals = "; Spark's totals exact to the cent" if has_spark else ""
+        subtitle = f"nothing lost, in order, no duplicates covered by a checkpoint{totals}"
     try:
         chart.draw(path, title, subtitle, story.samples, story.marks, story.spans)
     except MissingDependency as error:
@@ -89,7 +89,7 @@ def _draw(console: Console, path: Path, story: Demo, ending: Ending, has_spark: 
     except OSError as error:
         _say(console, f"no chart: {path} cannot be written: {error.strerror}")
     else:
-        _say(console, f"a chart of the run: {escape(str(path))}")
+        _say(console, f"chart saved to {escape(str(path))}")
 
 
 def _say(console: Console, text: str) -> None:

@@ -162,7 +162,7 @@ class Demo:
         self._say(f"all {self._sender.count:,} messages are done")
         self._send(self._more - 1)
         if self._is_sqlite:
-            self._say("no zombie here: SQLite has one writer, and one that is stopped in a commit stops the others")
+            self._say("the zombie is skipped: a process that is stopped in a commit to SQLite blocks all other writers")
         else:
             self._wake_a_zombie()
         self._until(lambda: self._sender.is_done, "be sent all messages")
@@ -179,12 +179,12 @@ class Demo:
     def _wait_for_spark(self) -> None:
         """Wait until Spark has started. Some messages are sent meanwhile, so that there is something to see."""
         if min(self._read.values()) < self._first:
-            self._say(f"Spark is starting; {SLOW_RATE:g} messages in a second meanwhile")
+            self._say(f"Spark is starting; meanwhile {SLOW_RATE:g} messages per second are sent")
             self._sender.start(islice(self._orders, SLOW_MAX), SLOW_RATE)
             self._until_spark(self._first, "start and read the first messages")
             self._sender.stop()
             self._until(lambda: self._sender.is_done, "be sent all messages")
-        self._say(f"Spark runs too, and has read {min(self._read.values()):,} messages")
+        self._say(f"Spark is running and has read {min(self._read.values()):,} messages")
 
     def _kill(self) -> None:
         anna = self._workers[0]
@@ -204,17 +204,17 @@ class Demo:
         self._until(lambda: self._owners() == {"cleo"}, "take over")
         cleo.state = "owns everything"
         self._say(
-            f"ben was [yellow]stopped[/] with a message in hand, and his lease of {self._ttl():g} s ran out; cleo took "
+            f"ben was [yellow]stopped[/] with a message in hand, and his lease of {self._ttl():g} s expired; cleo took "
             f"over after {time.monotonic() - began:.2f} s"
         )
         alone = cleo.handled + self._more // 15
         self._until_at_work(lambda: cleo.handled >= alone, "cleo")
         ben.refused = None
-        ben.signal(signal.SIGCONT, "woken: a zombie")
-        self._mark("woken: refused")
+        ben.signal(signal.SIGCONT, "resumed: a zombie")
+        self._mark("resumed: refused")
         self.spans.append(Span(self.marks[-2].at_s, self.marks[-1].at_s, "ben is stopped"))
         self._until(lambda: ben.refused is not None, "refuse the zombie")
-        self._say(f"ben woke up, finished it and tried to commit: [green]refused[/] ({escape(str(ben.refused))})")
+        self._say(f"ben resumed, finished it and tried to commit: [green]refused[/] ({escape(str(ben.refused))})")
         ben.state, cleo.state = "a new member", "running"
 
     def _stop_with_a_message_in_hand(self, worker: Worker) -> float:
@@ -237,7 +237,7 @@ class Demo:
         some = list(islice(self._orders, count))
         bad = sum(order.flaw is not None for order in some)
         what = "more messages" if self._sender.count else "messages"
-        self._say(f"{count:,} {what} are being sent, {RATE:g} in a second; {bad} of them are bad orders")
+        self._say(f"sending {count:,} {what}, {RATE:g} per second; {bad} of them are invalid orders")
         self._sender.start(iter(some), RATE)
 
     # The end.
@@ -268,7 +268,7 @@ class Demo:
         has_zombie = not self._is_sqlite
         if has_zombie:
             lines.append(
-                Line("late commit of the zombie", "refused", "refused" if self._workers[1].refused else "taken")
+                Line("late commit of the zombie", "refused", "refused" if self._workers[1].refused else "accepted")
             )
         lines.append(Line("workers: lag", "0", self._group.describe().lag_text))
         dead: dict[str, int] = {}
@@ -277,7 +277,7 @@ class Demo:
             made = Made(spark.totals(), spark.archived(), spark.dead_letters(), spark.lag())
             lines += spark_lines(sent, SOURCE, orders.LAST, made)
             dead = dict(reasons(made.dead_letters))
-        lines.append(Line("processes that ended in good order", f"{len(have_left)}", f"{sum(have_left)}"))
+        lines.append(Line("processes that exited gracefully", f"{len(have_left)}", f"{sum(have_left)}"))
         return Ending(lines, found.redone, len(sent), dead, has_zombie)
 
     # What the registry and the log show.
@@ -339,7 +339,7 @@ class Demo:
             if (changed := self._progress()) != progress:
                 progress, progress_at = changed, now
             if now > self._began + RUN_S_MAX - END_S_MAX:
-                raise Stuck(self._unfinished(wait, now, f"the time of the demo, {RUN_S_MAX / 60:g} minutes, is over"))
+                raise Stuck(self._unfinished(wait, now, f"the time limit of the demo is {RUN_S_MAX / 60:g} minutes"))
             if now > progress_at + STALLED_S_MAX:
                 raise Stuck(self._unfinished(wait, now, f"nothing has changed for {STALLED_S_MAX:g} s"))
             self._tell_of_wait()
@@ -347,7 +347,7 @@ class Demo:
             time.sleep(max(LOOK_S, now - began))
 
     def _unfinished(self, wait: Wait, now: float, why: str) -> str:
-        advice = " pxrs demo --no-spark asks less of the machine." if self._spark is not None else ""
+        advice = " pxrs demo --no-spark needs less CPU time." if self._spark is not None else ""
         return f"{wait.who} did not {wait.what} in {now - wait.since:.0f} s: {why}. Is the machine very busy?{advice}"
 
     def _progress(self) -> object:
@@ -396,7 +396,7 @@ class Demo:
         if self._spark is not None and (failure := self._spark.failure()) is not None:
             if self._spark.starts == SPARK_STARTS_MAX:
                 raise Stuck(failure)
-            self._say(f"[yellow]{escape(failure)}[/]; it is started again, and goes on where it was")
+            self._say(f"[yellow]{escape(failure)}[/]; restarting it, it continues where it was")
             self._spark.start()
 
     def _look(self) -> None:

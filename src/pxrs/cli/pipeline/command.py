@@ -32,42 +32,46 @@ def _pipelines() -> None:
 @exit_codes()
 def run(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A Python file with functions under @pipeline.")],
-    at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these of its pipelines.")] = None,
+    file: Annotated[Path, typer.Argument(help="A Python file with functions decorated with @pipeline.")],
+    at: Annotated[
+        str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The hub: its directory, or pxrs://HOST:PORT.")
+    ],
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these pipelines.")] = None,
     registry: Annotated[
         str | None,
         typer.Option(
             "--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in the directory."
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Read what is there now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Process what is there now, and exit.")] = False,
     history: Annotated[
-        bool, typer.Option("--history", help="Run as a batch over all that the sources hold; no group changes.")
+        bool, typer.Option("--history", help="Run as a batch over everything in the sources; no group changes.")
     ] = False,
     write: Annotated[
         bool, typer.Option("--write", help="With --history: append to the sinks, instead of printing.")
     ] = False,
-    since: Annotated[str | None, typer.Option(metavar="TIME", help="With --history: 2026-01-31T12:00+00:00.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="With --history: from this time on, 2026-01-31T12:00+00:00.")
+    ] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="With --history: up to this time.")] = None,
     last: Annotated[int, typer.Option("-n", "--rows", min=1, help="With --history: how many rows are printed.")] = 20,
-    master: Annotated[str | None, typer.Option(help="Spark's master; by default local[*].", show_default=False)] = None,
-    conf: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of Spark.")] = None,
+    master: Annotated[str | None, typer.Option(help="Spark master; by default local[*].", show_default=False)] = None,
+    conf: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A Spark setting, repeatable.")] = None,
     checkpoints: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where Spark keeps its checkpoints; by default in the directory."),
+        typer.Option(metavar="DIR", help="Where Spark keeps its checkpoints; by default in the hub's directory."),
     ] = None,
     create_topics: Annotated[bool, typer.Option("--create-topics", help="Create the topics that are missing.")] = False,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish the current batch when stopped.")] = 60.0,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print what Spark logs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the log of Spark.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")] = False,
 ) -> None:
-    """Run the pipelines of a file, until SIGTERM or Ctrl-C; a second one does not wait.
+    """Run the pipelines of a file until SIGTERM or Ctrl-C; a second one stops at once.
 
-    They finish the current batch, and the next run goes on where they were. Exit code: 0 after a graceful end, 1 if a
-    pipeline failed, 2 if a pipeline is not valid, 3 if another start cannot help.
+    When stopped, they finish the current batch, and the next run continues from there. Exit code: 0 after a graceful
+    stop; 1 if a pipeline failed; 2 if a pipeline is not valid; 3 after a permanent error, do not restart.
     """
     from pxrs.cli.pipeline.file import load
     from pxrs.cli.pipeline.health import Health
@@ -79,17 +83,17 @@ def run(
     from pxrs.spark.sinks import HubAddress
 
     if not history and (write or since or until):
-        raise typer.BadParameter("--write, --since and --until go with --history")
+        raise typer.BadParameter("--write, --since and --until require --history")
     if history and once:
-        raise typer.BadParameter("--history ends by itself; --once is for streams")
+        raise typer.BadParameter("--once cannot be used with --history, which runs only once")
     if history:
-        refuse_metrics(context, "--history ends by itself; --metrics-listen is for streams")
+        refuse_metrics(context, "--metrics-listen cannot be used with --history, which runs only once")
         metrics_listen = None
     address = HubAddress(hub_directory(at, create_topics), registry)
     if registry is not None and parse(registry).scheme == "memory":
         raise typer.BadParameter("memory: exists in one process only, and Spark has several")
     if checkpoints is None and is_server(address.url):
-        raise typer.BadParameter("the hub is behind a server: say where Spark keeps its checkpoints, --checkpoints DIR")
+        raise typer.BadParameter("a hub behind a server needs a directory for Spark's checkpoints: --checkpoints DIR")
     folder = (checkpoints or Path(address.url, "pipelines")).absolute()
     wait = StartWait(registry_wait, "the hub's registry or server")
     health = Health(as_json, wait)
@@ -142,7 +146,7 @@ def _settings(conf: Sequence[str]) -> dict[str, str]:
     for pair in conf:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise typer.BadParameter(f"{pair!r}: write KEY=VALUE, such as spark.executor.memory=2g")
+            raise typer.BadParameter(f"{pair!r}: give KEY=VALUE, such as spark.executor.memory=2g")
         settings[key] = value
     return settings
 

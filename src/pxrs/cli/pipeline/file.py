@@ -29,7 +29,7 @@ def load(file: Path) -> list[Pipeline]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     spec = importlib.util.spec_from_file_location(_MODULE, file.absolute())
     if spec is None or spec.loader is None:
-        raise InvalidPipeline(f"{file} is no Python file: its name must end with .py")
+        raise InvalidPipeline(f"{file} is not a Python file: its name must end with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module
     from pyspark import cloudpickle

@@ -19,7 +19,7 @@ hangs."""
 class Health:
     def __init__(self, as_json: bool, wait: StartWait) -> None:
         self._as_json, self._wait = as_json, wait
-        self._beat = Beat("the loop that looks at the queries", SILENT_S)
+        self._beat = Beat("the loop that polls the queries", SILENT_S)
         self._ready = Readiness("Spark is starting")
         self._is_waiting = True
 

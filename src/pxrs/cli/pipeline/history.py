@@ -39,8 +39,8 @@ def run_history(
     for each in pipelines if is_written else ():
         if each.sink.folder is not None and last_written(spark, each.sink.folder) is not None:
             raise InvalidPipeline(
-                f"{each.name}: a stream writes into {each.sink.folder}, and Spark sees only the files that its "
-                f"{FILES_LOG} names: write history into another folder"
+                f"{each.name}: a streaming query writes to {each.sink.folder}, and Spark reads only files that its "
+                f"{FILES_LOG} lists: write the history to another folder"
             )
     for each in pipelines:
         try:
@@ -55,7 +55,7 @@ def run_history(
                 show_rows(each, rows, rows_max, as_json)
             if bad:
                 those = "that does not parse or is rejected" if bad == 1 else "that do not parse or are rejected"
-                tell_error(f"{each.name}: left out {counted(bad, 'message')} {those}")
+                tell_error(f"{each.name}: skipped {counted(bad, 'message')} {those}")
         except Exception as error:
             if isinstance(error, PxrsError):
                 raise
@@ -88,7 +88,7 @@ def show_rows(each: Pipeline, rows: DataFrame, rows_max: int, as_json: bool) -> 
         table.add_row(*(cell(_text(value, is_one)) for value, is_one in zip(row, is_time, strict=True)))
     show(table)
     if len(found) > rows_max:
-        typer.echo(f"these are the first {rows_max:,}; there are more: give --rows", err=True)
+        typer.echo(f"showing the first {rows_max:,}; for more, raise --rows", err=True)
 
 
 def _text(value: Any, is_time: bool) -> str:

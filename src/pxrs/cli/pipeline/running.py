@@ -56,7 +56,7 @@ def follow(running: Run, signals: Signals, grace_s: float, as_json: bool, health
                 return
             heard = signals.wait(LOOK_STOPPING_S if running.is_stopping else LOOK_S)
             if heard is not None and signals.count == 1:
-                show.tell("stopping", f"{signal.Signals(heard).name}: finishing what is in hand")
+                show.tell("stopping", f"{signal.Signals(heard).name}: finishing the current batch")
                 running.finish(grace_s)
             elif heard is not None:
                 running.finish(0)
@@ -66,7 +66,7 @@ def chosen(pipelines: list[Pipeline], names: Sequence[str]) -> list[Pipeline]:
     """Those of these names; all if none is given. Raises InvalidPipeline."""
     there = [each.name for each in pipelines]
     if unknown := [name for name in names if name not in there]:
-        raise InvalidPipeline(f"no pipeline {', '.join(unknown)}; there are {', '.join(there)}")
+        raise InvalidPipeline(f"there is no pipeline {', '.join(unknown)}; the file has {', '.join(there)}")
     return [each for each in pipelines if not names or each.name in names]
 
 
@@ -80,8 +80,8 @@ def hub_directory(at: str, may_be_missing: bool) -> str:
         return absolute(address)
     if address.scheme != "file":
         raise InvalidUrl(
-            f"{address.text}: Spark's processes share a hub in a directory or behind a server, pxrs://HOST:PORT; "
-            f"{address.scheme}: is neither"
+            f"{address.text} cannot be shared by Spark's processes: give a hub in a directory or behind a server, "
+            "pxrs://HOST:PORT"
         )
     directory = address.directory()
     if not may_be_missing and not directory.is_dir():

@@ -10,7 +10,7 @@ export const headers = () => (token ? { "X-Pxrs-Token": token } : {});
 
 // Asks for the token; false if the visitor does not give one.
 export async function askToken(text) {
-  const form = await ask("Token", h("label", null, text, h("input", { type: "password", name: "token", id: "token", required: true, autocomplete: "off" })), "Go on", false);
+  const form = await ask("Token", h("label", null, text, h("input", { type: "password", name: "token", id: "token", required: true, autocomplete: "off" })), "Continue", false);
   if (form) token = form.elements.token.value;
   return form !== null;
 }
@@ -46,15 +46,15 @@ function ask(title, content, confirm, dangerous) {
 export async function begin(action, given, state, refresh) {
   try {
     if (action === "reset" && !given.to) {
-      const chosen = await ask(`Reset group ${given.group}`, resetFields(given), "Show what it would do", false);
+      const chosen = await ask(`Reset group ${given.group}`, resetFields(given), "Preview", false);
       if (!chosen) return;
       given = { group: given.group, to: position(chosen) };
       if (chosen.elements.topic.value) given.topic = chosen.elements.topic.value;
     }
-    if (token === null && !(await askToken("The token for actions that this page was started with"))) return;
+    if (token === null && !(await askToken("Token for actions, from the file given as --actions-token-file"))) return;
     const preview = await post(`/api/actions/${action}/preview`, given, state);
     const rows = preview.rows.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` }));
-    const detail = rows.length ? table("What would be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows, "", false, preview.row_count) : null;
+    const detail = rows.length ? table("Messages to be repeated or skipped", [["topic", false, (row) => row.topic], ["partition", true, (row) => row.partition], ["checkpoint", true, (row) => count(row.checkpoint)], ["new", true, (row) => count(row.offset)], ["repeated", true, (row) => count(row.repeated)], ["skipped", true, (row) => count(row.skipped)]], rows, "", false, preview.row_count) : null;
     if (!(await ask(NAMES[action], [h("p", { id: "preview" }, preview.text), detail], NAMES[action], DANGEROUS.has(action)))) return;
     const done = await post(`/api/actions/${action}`, { plan: preview.plan, confirmed: true }, state);
     state.told = h("p", { class: "done", role: "status", "data-key": "told" }, done.text);

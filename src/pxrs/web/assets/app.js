@@ -27,7 +27,7 @@ export async function get(path) {
 // A page that needs a token to be read asks for it, once at a time, and goes on with it.
 async function needToken(text) {
   if (document.getElementById("dialog").open) return;
-  if (await actions.askToken(`${text}: a token of the server`)) refresh();
+  if (await actions.askToken(text)) refresh();
 }
 
 function route() {
@@ -56,7 +56,7 @@ export async function refresh() {
     if (mine !== turn) return;
     state.data = data;
     state.failures = 0;
-    tell(data.problem ? `what is shown is old: ${data.problem}` : "live", !data.problem);
+    tell(data.problem ? `stale data: ${data.problem}` : "live", !data.problem);
     document.getElementById("hub").textContent = data.hub || "";
     draw();
   } catch (error) {
@@ -102,7 +102,7 @@ window.addEventListener("hashchange", route);
 get("/api/session").then((found) => {
   state.session = found;
   document.getElementById("to-cluster").hidden = !found.has_cluster;
-  document.getElementById("mode").textContent = !found.is_open ? "This page goes by the tokens of the server." : found.has_actions ? "Actions need the token that this page was started with." : "This page only shows; it was started without a token for actions.";
+  document.getElementById("mode").textContent = !found.is_open ? "Access needs a token of the server." : found.has_actions ? "Actions need the token that this page was started with." : "Read-only: this page was started without a token for actions.";
   draw();
 }).catch((error) => tell(error.message, false));
 route();

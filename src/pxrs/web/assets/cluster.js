@@ -29,13 +29,13 @@ export function render(state) {
 const brokers = (found) => table("Brokers", [
   ["broker", false, (row) => row.name || row.id], ["address", false, (row) => h("code", null, row.address)],
   ["partitions", true, (row) => count(row.partitions)], ["started", true, (row) => ago(found.now, row.started_at)],
-  ["state", false, (row) => (row.is_leaving ? pill("leaving", "warn") : pill("serves", "good"))],
-], found.brokers.map((row) => ({ ...row, key: row.id })), "No broker is there.", true);
+  ["state", false, (row) => (row.is_leaving ? pill("leaving", "warn") : pill("serving", "good"))],
+], found.brokers.map((row) => ({ ...row, key: row.id })), "No broker is running.", true);
 
 function condition(row) {
   if (row.is_retired) return row.ledgers ? pill("retired, being emptied", "warn") : pill("retired, may be stopped", "good");
   if (!row.is_alive) return pill("away", row.ledgers ? "bad" : "");
-  if (row.refuses) return [pill("takes no entries", "bad"), " ", row.refuses];
+  if (row.refuses) return [pill("accepts no entries", "bad"), " ", row.refuses];
   if (row.damaged) return [pill("damaged", "bad"), ` ${count(row.damaged)} entries`];
   return row.doubts ? [pill("in doubt", "bad"), ` ${count(row.doubts)} ledgers`] : pill("in use", "good");
 }
@@ -44,7 +44,7 @@ const nodes = (found) => table("Storage nodes", [
   ["node", false, (row) => h("code", null, row.id)], ["address", false, (row) => h("code", null, row.address)],
   ["ledgers", true, (row) => count(row.ledgers)], ["used", true, (row) => bytes(row.used)], ["free", true, (row) => bytes(row.free)],
   ["state", false, condition],
-], found.nodes.map((row) => ({ ...row, key: row.id })), "No storage node was ever there.", true);
+], found.nodes.map((row) => ({ ...row, key: row.id })), "No storage node has joined yet.", true);
 
 function map(found) {
   const mark = (row, id) => {
@@ -59,11 +59,11 @@ function map(found) {
     ["state", false, (row) => pill(row.state, row.state === "recovering" ? "warn" : "")],
     ...found.nodes.map((node) => [node.id, false, (row) => mark(row, node.id), "cell"]),
     ["none", true, (row) => (row.empty ? pill(count(row.empty), "bad") : "")],
-  ], found.ledgers.map((row) => ({ ...row, key: row.id })), "There is no ledger yet.", false, found.ledgers_total);
+  ], found.ledgers.map((row) => ({ ...row, key: row.id })), "No ledgers yet.", false, found.ledgers_total);
 }
 
 function owner(row) {
-  if (!row.owner) return pill("nobody", "bad");
+  if (!row.owner) return pill("none", "bad");
   return row.unserved === null ? row.owner : [row.owner, " ", pill("not served", "bad"), " ", row.unserved];
 }
 
@@ -72,4 +72,4 @@ const partitions = (found) => table("Partitions", [
   ["owner", false, owner], ["epoch", true, (row) => count(row.epoch)],
   ["first offset", true, (row) => count(row.start)], ["ledgers", true, (row) => count(row.ledgers)],
   ["closed", true, (row) => bytes(row.size)], ["lacking copies", true, (row) => (row.lacking ? pill(count(row.lacking), "bad") : "0")],
-], found.partitions.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` })), "There is no topic yet.", false, found.partitions_total);
+], found.partitions.map((row) => ({ ...row, key: `${row.topic}/${row.partition}` })), "No topics yet.", false, found.partitions_total);

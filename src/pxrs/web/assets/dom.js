@@ -49,7 +49,7 @@ export function table(caption, columns, rows, empty = "Nothing here.", stacks = 
   if (!rows.length) return h("p", { class: "body quiet" }, empty);
   const head = h("tr", null, columns.map(([title, number]) => h("th", { scope: "col", class: number ? "number" : null }, title)));
   const body = rows.map((row, at) => h("tr", { "data-key": row.key ?? at }, columns.map(([title, number, content, kind]) => h("td", { class: kind || (number ? "number" : null), "data-title": stacks ? title : null }, stacks ? h("div", null, content(row)) : content(row)))));
-  const cut = total > rows.length ? h("p", { class: "body quiet" }, `${count(rows.length)} of ${count(total)} are shown.`) : null;
+  const cut = total > rows.length ? h("p", { class: "body quiet" }, `Showing ${count(rows.length)} of ${count(total)}.`) : null;
   const shown = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, h("table", { "aria-label": caption, class: stacks ? "stacks" : null }, h("thead", null, head), h("tbody", null, body)));
   return cut ? [shown, cut] : shown;
 }

@@ -16,22 +16,22 @@ export function render(state) {
   return [
     h("h1", { "data-shown": true }, "Overview"),
     h("div", { class: "tiles" },
-      tile("topics", count(found.topics.length)), tile("messages a second", rate(total(found.topics, "rate"))), tile("groups", count(found.groups.length)),
+      tile("topics", count(found.topics.length)), tile("messages per second", rate(total(found.topics, "rate"))), tile("groups", count(found.groups.length)),
       tile("lag of all groups", count(total(found.groups, "lag"))), tile("paused partitions", count(paused), paused ? "bad" : ""), tile("queues", count(found.queues.length)), tile("dead letters", count(dead), dead ? "bad" : "")),
-    card("Needs attention", found.attention.length ? h("ul", { class: "attention", id: "attention" }, found.attention.map((each, at) => h("li", { class: each.level, "data-key": at }, pill(each.kind, each.level), each.name && each.kind !== "hub" ? link(`${each.kind}s`, each.name) : null, h("span", null, each.text)))) : h("p", { class: "body quiet", id: "attention" }, "Nothing: no paused partition, no dead letter, no lag without members.")),
+    card("Needs attention", found.attention.length ? h("ul", { class: "attention", id: "attention" }, found.attention.map((each, at) => h("li", { class: each.level, "data-key": at }, pill(each.kind, each.level), each.name && each.kind !== "hub" ? link(`${each.kind}s`, each.name) : null, h("span", null, each.text)))) : h("p", { class: "body quiet", id: "attention" }, "Nothing: no paused partitions, no dead letters, no lag without members.")),
     h("p", { class: "bar" }, h("label", null, "Filter by name", h("input", { type: "search", "data-filter": true, placeholder: "orders" }))),
     h("div", { class: "columns" },
       card("Groups", [table("Groups", [
         ["group", false, (row) => link("groups", row.group)], ["members", true, (row) => count(row.members)], ["partitions", true, (row) => count(row.partitions)],
         ["lag", true, (row) => lag(row.lag, row.is_lag_exact)], ["state", false, (row) => stateOf(row)], ["checkpoint age", true, (row) => (row.oldest_checkpoint ? span(found.now - row.oldest_checkpoint) : "–")],
-      ], cut(groups, "group"), "No group has read anything yet."), more(groups)]),
+      ], cut(groups, "group"), "No groups yet."), more(groups)]),
       h("div", null, card("Topics", [table("Topics", [
         ["topic", false, (row) => link("topics", row.topic)], ["partitions", true, (row) => count(row.partitions)], ["messages", true, (row) => count(row.messages)], ["rate", true, (row) => rate(row.rate)],
-      ], cut(topics, "topic"), "No topic was created yet."), more(topics)]),
+      ], cut(topics, "topic"), "No topics yet."), more(topics)]),
       card("Queues", [table("Queues", [
         ["queue", false, (row) => link("queues", row.queue)], ["ready", true, (row) => some(row, "ready")], ["in flight", true, (row) => some(row, "in_flight")], ["delayed", true, (row) => some(row, "delayed")],
         ["dead", true, (row) => (row.dead ? pill(some(row, "dead"), "bad") : "0")], ["oldest", true, (row) => span(row.oldest_age_s)],
-      ], cut(queues, "queue"), "No queue was created yet."), more(queues)]))),
+      ], cut(queues, "queue"), "No queues yet."), more(queues)]))),
   ];
 }
 

@@ -24,11 +24,11 @@ export function changed(target, state, { draw }) {
 export function render(state) {
   const found = state.data, items = found.listed.items, isDead = found.of === "dead";
   const ids = items.map((item) => item.id).filter((id) => state.local.chosen.has(id));
-  const given = ids.length ? { queue: found.queue, ids } : { queue: found.queue }, which = ids.length ? `${ids.length} chosen` : "all";
+  const given = ids.length ? { queue: found.queue, ids } : { queue: found.queue }, which = ids.length ? `${ids.length} selected` : "all";
   const tools = isDead && found.dead ? [button(state, "requeue", given, `Put back ${which}`), button(state, "purge", given, `Remove ${which}`)] : [];
   return [
     h("h1", { "data-shown": true }, h("small", null, "queue"), found.queue),
-    h("div", { class: "tiles" }, tile("ready", some(found, "ready")), tile("in flight", some(found, "in_flight")), tile("delayed", some(found, "delayed")), tile("dead", some(found, "dead"), found.dead ? "bad" : ""), tile("oldest item", span(found.oldest_age_s)), tile("put, at least", rate(found.rate_in)), tile("done, at least", rate(found.rate_out))),
+    h("div", { class: "tiles" }, tile("ready", some(found, "ready")), tile("in flight", some(found, "in_flight")), tile("delayed", some(found, "delayed")), tile("dead", some(found, "dead"), found.dead ? "bad" : ""), tile("oldest item", span(found.oldest_age_s)), tile("put rate, at least", rate(found.rate_in)), tile("done rate, at least", rate(found.rate_out))),
     card("Items", list(state, items, isDead),
       h("div", { class: "bar", role: "group", "aria-label": "State" }, STATES.map(([value, text]) => h("button", { type: "button", "data-do": "state", "data-state": value, "aria-pressed": String(found.of === value) }, text))),
       h("div", { class: "bar", role: "group", "aria-label": "View" }, ["json", "text", "hex"].map((view) => h("button", { type: "button", "data-do": "view", "data-view": view, "aria-pressed": String(state.local.view === view) }, view))),
@@ -40,11 +40,11 @@ export function render(state) {
 function list(state, items, isDead) {
   const now = state.data.now, view = state.local.view;
   const columns = [["id", false, (row) => h("code", null, row.id)]];
-  if (isDead && state.session.has_actions) columns.unshift(["", false, (row) => h("input", { type: "checkbox", "data-item": row.id, "aria-label": `Choose ${row.id}` })]);
+  if (isDead && state.session.has_actions) columns.unshift(["", false, (row) => h("input", { type: "checkbox", "data-item": row.id, "aria-label": `Select ${row.id}` })]);
   if (isDead) columns.push(["died", false, (row) => ago(now, row.died_at)], ["deliveries", true, (row) => count(row.deliveries)], ["error", false, (row) => [row.error || "–", row.traceback ? h("details", null, h("summary", null, "Traceback"), h("pre", null, row.traceback)) : null], "long"]);
   else columns.push(["put", false, (row) => ago(now, row.put_at)], ["priority", true, (row) => row.priority], ["deliveries", true, (row) => count(row.deliveries)]);
   if (state.data.of === "delayed") columns.push(["due", false, (row) => (row.due_at > now ? `in ${span(row.due_at - now)}` : "now")]);
   if (state.data.of === "inflight") columns.push(["taken by", false, (row) => h("code", null, row.taker)]);
   columns.push(["key", false, (row) => brief(row.name, 30)], ["value", false, (row) => shown(row.value, view)]);
-  return [table("Items", columns, items.map((row) => ({ ...row, name: row.key, key: `${row.id}/${view}` })), "No item is in this state.", true), state.data.listed.is_more ? h("p", { class: "body quiet" }, `The first ${items.length}.`) : null];
+  return [table("Items", columns, items.map((row) => ({ ...row, name: row.key, key: `${row.id}/${view}` })), "No items in this state.", true), state.data.listed.is_more ? h("p", { class: "body quiet" }, `Showing the first ${items.length}.`) : null];
 }

@@ -7,7 +7,7 @@ const SHAPES = { bad: "M0 -6 L6 5 L-6 5 Z", good: "M0 -5 A5 5 0 1 1 -0.01 -5 Z",
 
 export function picture(found, colour) {
   const { rows: shown, marks, since, now, partitions } = found.timeline;
-  if (!shown.length) return h("p", { class: "quiet" }, "No partition had an owner in this time.");
+  if (!shown.length) return h("p", { class: "quiet" }, "No partition had an owner in this period.");
   const height = TOP + shown.length * ROW + 6, at = new Map(shown.map((row, number) => [`${row.topic}/${row.partition}`, number]));
   const x = (time) => LEFT + (Math.max(0, Math.min(1, (time - since) / (now - since))) * (WIDTH - LEFT - 8));
   const names = new Map(shown.flatMap((row) => row.bars.map((bar) => [bar.incarnation, bar.member])));
@@ -27,7 +27,7 @@ export function picture(found, colour) {
   });
   return [
     h("p", { class: "legend" }, [...names].slice(0, NAMES_MAX).map(([incarnation, name]) => h("span", { "data-key": incarnation }, h("span", { class: `swatch ${colour(incarnation)}` }), name || incarnation)), h("span", null, "● claimed or handed over"), h("span", null, "▲ taken over, fenced, refused, paused"), h("span", null, "◆ retried, skipped")),
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Timeline of ownership" }, h("svg", { class: "timeline", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `Owners of ${count(shown.length)} partitions; the table of events below says the same in words` }, ticks, lanes, points)),
-    partitions > shown.length ? h("p", { class: "quiet" }, `The ${count(shown.length)} of ${count(partitions)} partitions that have changed last.`) : null,
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Timeline of ownership" }, h("svg", { class: "timeline", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `Owners of ${count(shown.length)} partitions; the table of events below lists the same changes` }, ticks, lanes, points)),
+    partitions > shown.length ? h("p", { class: "quiet" }, `Showing the ${count(shown.length)} of ${count(partitions)} partitions that changed last.`) : null,
   ];
 }

@@ -49,9 +49,9 @@ export function render(state) {
     found.problem && h("p", { class: "problem" }, found.problem),
     h("div", { class: "tiles" }, tile("messages", count(found.messages)), tile("rate", rate(found.rate)), tile("bytes", bytes(found.bytes)), tile("partitions", count(found.partitions)), tile("readers", count(found.readers.length))),
     h("div", { class: "columns" },
-      card("Partitions", table("Partitions", [["partition", true, (row) => row.partition], ["start", true, (row) => count(row.start)], ["end", true, (row) => count(row.end)], ["messages", true, (row) => count(row.end - row.start)], ["bytes", true, (row) => bytes(row.bytes)], ["rate", true, (row) => rate(row.rate)]], found.rows.map((row) => ({ ...row, key: row.partition })), "It has no partition.", false, found.partitions)),
+      card("Partitions", table("Partitions", [["partition", true, (row) => row.partition], ["start", true, (row) => count(row.start)], ["end", true, (row) => count(row.end)], ["messages", true, (row) => count(row.end - row.start)], ["bytes", true, (row) => bytes(row.bytes)], ["rate", true, (row) => rate(row.rate)]], found.rows.map((row) => ({ ...row, key: row.partition })), "No partitions.", false, found.partitions)),
       h("div", null,
-        card("Who reads it", table("Readers", [["group", false, (row) => link("groups", row.group)], ["members", true, (row) => count(row.members)], ["lag", true, (row) => lag(row.lag, row.is_lag_exact)]], found.readers.map((row) => ({ ...row, key: row.group })), "No group reads it.")),
+        card("Readers", table("Readers", [["group", false, (row) => link("groups", row.group)], ["members", true, (row) => count(row.members)], ["lag", true, (row) => lag(row.lag, row.is_lag_exact)]], found.readers.map((row) => ({ ...row, key: row.group })), "No group reads it.")),
         found.queries.length ? card("Written by queries", h("p", { class: "body" }, found.queries.join(", "))) : null,
         card("Settings", h("div", { class: "body" }, facts(readable(found.settings))), button(state, "delete-topic", { topic: found.topic })))),
     card("Messages", messages(state), h("div", { class: "bar", role: "group", "aria-label": "View" }, VIEWS.map((view) => h("button", { type: "button", "data-do": "view", "data-view": view, "aria-pressed": String(state.local.view === view) }, view)))),
@@ -67,7 +67,7 @@ function readable(settings) {
 function messages(state) {
   const { found, problem, view } = state.local;
   const form = h("form", { class: "body bar", "data-do": "search", id: "search" },
-    h("label", null, "From", h("select", { name: "how" }, [["last", "the last ones"], ["offset", "an offset"], ["time", "a time"], ["key", "those with a key"]].map(([value, text]) => h("option", { value }, text)))),
+    h("label", null, "From", h("select", { name: "how" }, [["last", "the last messages"], ["offset", "an offset"], ["time", "a time"], ["key", "messages with a key"]].map(([value, text]) => h("option", { value }, text)))),
     h("label", null, "Offset, time (UTC) or key", h("input", { name: "what", placeholder: "120, 2026-01-31T12:00, customer-7" })),
     h("label", null, "Partition", h("input", { name: "partition", inputmode: "numeric", size: "6", placeholder: "all" })),
     h("label", null, "At most", h("input", { name: "limit", inputmode: "numeric", size: "4", value: "20" })),
@@ -77,12 +77,12 @@ function messages(state) {
   const rows = found.messages.map((row) => ({ ...row, key: `${row.partition}/${row.offset}/${view}`, name: row.key }));
   const next = Object.entries(found.next);
   return [form,
-    found.left_out ? h("p", { class: "body quiet" }, `${count(found.left_out)} more partitions have messages, and were not read: choose one.`) : null,
-    found.searched ? h("p", { class: "body quiet" }, `${count(found.searched)} messages were compared with the key.`) : null,
+    found.left_out ? h("p", { class: "body quiet" }, `${count(found.left_out)} more partitions have messages that were not read: select a partition.`) : null,
+    found.searched ? h("p", { class: "body quiet" }, `Searched ${count(found.searched)} messages for the key.`) : null,
     table("Messages", [
       ["partition", true, (row) => row.partition], ["offset", true, (row) => count(row.offset)], ["time", false, (row) => moment(row.time)], ["key", false, (row) => brief(row.name, 40)],
       ["value", false, (row) => shown(row.value, view)],
       ["headers", false, (row) => (row.headers.length ? h("details", null, h("summary", null, count(row.header_count)), row.headers.map((header) => h("div", null, h("code", null, header.name), shown(header.value, view)))) : "–")],
-    ], rows, "No message.", true),
+    ], rows, "No messages.", true),
     next.length ? h("p", { class: "body bar" }, next.slice(0, 8).map(([partition, offset]) => h("button", { type: "button", "data-do": "next", "data-partition": partition, "data-offset": offset }, `Next of partition ${partition}, from ${count(offset)}`))) : null];
 }

@@ -10,13 +10,13 @@ import typer
 
 def demo(
     picture: Annotated[
-        Path, typer.Option("--chart", metavar="PATH", help="Where the picture of the run is saved.")
+        Path, typer.Option("--chart", metavar="PATH", help="Where to save the chart of the run.")
     ] = Path("pxrs-cluster-demo.png"),
 ) -> None:
     """Kill a broker and a storage node of a running cluster, and count every message.
 
     Two brokers, four storage nodes and an etcd are started as real processes on this machine, and removed at the end.
-    It takes less than a minute. Exit code 1 if a message was lost, doubled or out of order.
+    It takes less than a minute. Exit code 1 if a message was lost, duplicated or out of order.
     """
     from pxrs.cli.cluster.demo.show import show
 

@@ -42,7 +42,7 @@ def show(picture: Path) -> int:
         plan = planned(Wish(BROKERS, STORAGE), None, free_ports)
         options = {"lease-s": LEASE_S, "node-timeout-s": NODE_TIMEOUT_S, "copies-grace-s": GRACE_S}
         cluster = LocalCluster(Path(temporary), plan, None, options, {"alive_s": 1.0, "lease_s": LEASE_S})
-        say(f"[bold]pxrs[/] cluster demo: {BROKERS} brokers, {STORAGE} storage nodes and an etcd are started")
+        say(f"[bold]pxrs[/] cluster demo: starting {BROKERS} brokers, {STORAGE} storage nodes and etcd")
         try:
             cluster.start()
             say(f"the cluster is ready at {plan.address}")
@@ -64,14 +64,14 @@ def _tell(console: Console, ending: Ending) -> None:
     console.print()
     console.print(account_table(ending.lines))
     table = Table("killed", header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("longest pause of a producer", "of a consumer"):
+    for column in ("longest pause of a producer", "longest pause of a consumer"):
         table.add_column(column, justify="right")
     for kill in ending.kills:
         table.add_row(kill.name, f"{kill.produce.seconds:.2f} s", f"{kill.consume.seconds:.2f} s")
     console.print()
     console.print(table)
     console.print(
-        f"[dim]a broker's partitions are taken when its lease of {LEASE_S:g} s has ended; handled again: "
+        f"[dim]a broker's partitions are taken over when its lease of {LEASE_S:g} s expires; messages handled again: "
         f"{ending.redone}[/]",
         highlight=False,
         soft_wrap=True,
@@ -92,4 +92,4 @@ def _draw(console: Console, path: Path, story: Story, ending: Ending) -> None:
     except OSError as error:
         console.print(f"no chart: {path} cannot be written: {error.strerror}", highlight=False, soft_wrap=True)
     else:
-        console.print(f"a chart of the run: {escape(str(path))}", highlight=False, soft_wrap=True)
+        console.print(f"chart saved to {escape(str(path))}", highlight=False, soft_wrap=True)

@@ -84,7 +84,7 @@ class Story:
             self._producing.start()
             self._consuming.start()
             self._flow("be handled")
-            self._say(f"{PARTITIONS} producers and {MEMBERS} consumers run; each message is on three storage nodes")
+            self._say(f"{PARTITIONS} producers and {MEMBERS} consumers run; each message is stored on three nodes")
             self._rest()
             self._kill_broker()
             self._rest()
@@ -113,7 +113,7 @@ class Story:
         self._flow("be acknowledged again")
         victim.start()
         self._until(lambda: victim.is_ready(victim), "start again", victim.name)
-        self._say(f"{victim.name} is started again")
+        self._say(f"{victim.name} was restarted")
 
     def _kill_node(self) -> None:
         in_use = {node for ledger in self._status().ledgers for _, nodes in ledger.fragments[-1:] for node in nodes}
