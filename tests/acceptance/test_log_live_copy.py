@@ -224,7 +224,7 @@ def test_a_copy_of_a_segment_whose_first_append_could_not_be_synced_lacks_the_ne
 
     with monkeypatch.context() as failing:
         failing.setattr(disk, "sync_data", fail)
-        with pytest.raises(LogError, match="when it was synced"):
+        with pytest.raises(LogError, match="when the batch was synced"):
             offsets_of(topic.append([Append.encoded(0, records([b"lost"]))]))
     append(topic, 3)
     is_rolled = False

@@ -145,7 +145,7 @@ def test_a_lease_that_no_store_grants_ends_a_worker_of_a_queue_too(hub: pxrs.Hub
 @pytest.mark.parametrize(
     ("there", "words"),
     [
-        ({"is_alone": True}, "group g belongs to other on h alone"),
+        ({"is_alone": True}, "group g is used exclusively by other on h"),
         ({"assignor": "range"}, "group g: this member has the assignor 'sticky', but other on h has"),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_partition_whose_files_cannot_be_opened_now_is_tried_again_and_stops_n
     assert isinstance(refused.error, AppendFailed), "which a producer tries again"
     assert f"{topic.name}/1: " in str(refused.error)
     assert topic.append(appends) == [StoredAt(0, is_duplicate=True), StoredAt(0)]
-    with pytest.raises(InvalidRecord, match="and no 7"):
+    with pytest.raises(InvalidRecord, match="has no partition 7"):
         topic.append([*appends, appends[0]._replace(partition=7)])
 
 

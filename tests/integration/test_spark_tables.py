@@ -199,9 +199,9 @@ def test_x21_offsets_are_ids_and_bound_each_partition(shop: Shop) -> None:
     assert len(expected) > 20
     assert found.select(["partition", "offset"]).to_pylist() == expected
     assert shop.offsets(startingOffsets="earliest", endingOffsets="latest") == list(range(1, 201))
-    with pytest.raises(InvalidOption, match="option endingOffsets: events/0 ends at offset 201, and 202 is beyond it"):
+    with pytest.raises(InvalidOption, match="option endingOffsets: events/0 ends at offset 201, but 202 is beyond it"):
         shop.plan(endingOffsets='{"0": 202, "1": -1, "2": -1, "3": -1, "4": -1}')
-    with pytest.raises(InvalidOption, match="option startingOffsets: events/0 ends at offset 201, and 300 is"):
+    with pytest.raises(InvalidOption, match="option startingOffsets: events/0 ends at offset 201, but 300 is"):
         shop.plan(startingOffsets='{"0": 300, "1": 0, "2": 0, "3": 0, "4": 0}')
     with pytest.raises(InvalidOption, match="it lacks partitions 1 to 4 of events: name partitions 0 to 4"):
         shop.plan(startingOffsets='{"0": 3}')

@@ -26,7 +26,7 @@ def test_offsets_become_numbers_within_what_is_there() -> None:
     assert resolved(TO_END) == {0: 10, 1: 20}
     assert resolved(starting(offsets={"t": {0: -2, 1: 7}})) == {0: 3, 1: 7}
     assert resolved(starting(offsets={"t": {0: 10, 1: -1}})) == {0: 10, 1: 20}
-    with pytest.raises(InvalidOption, match="option startingOffsets: t/0 ends at offset 10, and 11 is beyond it"):
+    with pytest.raises(InvalidOption, match="option startingOffsets: t/0 ends at offset 10, but 11 is beyond it"):
         resolved(starting(offsets={"t": {0: 11, 1: 5}}))
     assert resolve(starting(offsets={"t": {0: 11, 1: 5}}), "t", EXTENTS, offset_at, lambda offset: offset < 12) == {
         0: 11,
