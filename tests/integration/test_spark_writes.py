@@ -233,7 +233,7 @@ def test_the_columns_of_kafkas_sink_and_of_our_source_are_taken() -> None:
         ({"txnAppId": "a"}, False, "option txnVersion: missing"),
         ({"txnAppId": "a/b", "txnVersion": "1"}, False, "option txnAppId: 'a/b'"),
         ({"txnVersion": "-1"}, False, "option txnVersion: '-1'; give a whole number"),
-        ({"txnVersion": "1"}, True, "option txnVersion: not for writeStream"),
+        ({"txnVersion": "1"}, True, "option txnVersion: not an option of writeStream"),
         ({"topics": "a"}, False, "option topics: unknown"),
     ],
 )

@@ -76,7 +76,7 @@ def test_k3_a_published_batch_is_not_read_again_so_retention_may_have_taken_it(a
 
 @pytest.mark.parametrize(
     ("has_state", "says"),
-    [(True, "to rebuild the query's state"), (None, "it is unknown whether the query keeps state")],
+    [(True, "to rebuild the query's state"), (None, "whether the query keeps state is not known")],
 )
 def test_s6_a_published_batch_that_state_needs_is_lost_and_the_error_says_why(
     aging: Hub, tmp_path: Path, has_state: bool | None, says: str
