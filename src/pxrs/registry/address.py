@@ -30,6 +30,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
 DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
 """Scheme of a SQL database -> the driver that pxrs uses. An address may name it as SQLAlchemy does: the scheme
 postgresql+psycopg is the same as postgresql."""
+_SERVERS = ("postgresql", "oracle", "etcd", "zookeeper", "pxrs")
+"""Schemes whose addresses name hosts."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -91,6 +93,10 @@ class Address:
             )
         if not path:
             raise InvalidUrl(f"{self.text}: the directory is missing; write file:DIR")
+        if path == "~" or path.startswith("~/"):
+            raise InvalidUrl(
+                f"{path}: only a shell expands '~': write os.path.expanduser({path!r}), or ./{path}"
+            )
         directory = Path(path).absolute()
         try:
             there = next(each for each in (directory, *directory.parents) if each.exists())
@@ -100,7 +106,7 @@ class Address:
         except OSError as error:
             raise InvalidUrl(f"the url {shown(path)} is not a valid path: {error.strerror}") from error
         if is_file:
-            raise InvalidUrl(f"{directory} is a file; give a directory")
+            raise InvalidUrl(f"{there} is a file; give a directory")
         return directory
 
     def credentials(self) -> tuple[str | None, str | None]:
@@ -168,12 +174,17 @@ def parse(url: str | os.PathLike[str]) -> Address:
     if isinstance(url, os.PathLike):
         return Address("file", text)
     if _HOST_PORT.fullmatch(text) or (_HOST_NAME.fullmatch(text) and not os.path.isdir(text)):
-        raise InvalidUrl(f"{text!r} looks like a host: write etcd://{text}, zookeeper://{text}, or ./{text} for a path")
+        raise InvalidUrl(
+            f"{text!r} looks like a host: write pxrs://{text} for a server of pxrs; as a registry also etcd://{text} "
+            f"or zookeeper://{text}; or ./{text} for a path"
+        )
     match = _SCHEME.fullmatch(text)
     if match is None:
         scheme, rest = "file", text
     else:
         scheme, rest = _without_driver(match[1].lower()), match[2]
+    if scheme in _SERVERS and not rest.startswith("//"):
+        raise InvalidUrl(f"{scheme}: is the address of a server: write {scheme}://HOST:PORT, with two slashes")
     rest, _, query = rest.partition("?")
     if rest.startswith("//") and "@" in query and "@" not in rest:
         raise InvalidUrl(f"{scheme}: the part before '@' has a '?': write it as %3F in a user name or password")
