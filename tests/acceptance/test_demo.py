@@ -108,11 +108,11 @@ def test_x19_a_step_that_comes_when_all_is_done_sends_more_and_nothing_is_left_i
     in_order(
         [
             "without Spark: pyspark is missing: pip install '.[spark]'",
-            "100 messages are being sent",
+            "sending 100 messages",
             "anna was killed; the others own her partitions after",
             " messages are done",
-            "49 more messages are being sent",
-            "no zombie here",
+            "sending 49 more messages",
+            "the zombie is skipped",
             "the account is exact",
             "no chart: the chart needs matplotlib: pip install '.[demo]'",
         ],

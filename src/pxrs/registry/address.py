@@ -94,9 +94,7 @@ class Address:
         if not path:
             raise InvalidUrl(f"{self.text}: the directory is missing; write file:DIR")
         if path == "~" or path.startswith("~/"):
-            raise InvalidUrl(
-                f"{path}: only a shell expands '~': write os.path.expanduser({path!r}), or ./{path}"
-            )
+            raise InvalidUrl(f"{path}: only a shell expands '~': write os.path.expanduser({path!r}), or ./{path}")
         directory = Path(path).absolute()
         try:
             there = next(each for each in (directory, *directory.parents) if each.exists())

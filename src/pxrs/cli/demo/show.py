@@ -67,7 +67,7 @@ def _tell(console: Console, ending: Ending) -> None:
     console.print()
     console.print(account_table(ending.lines))
     when = "when a worker was killed or stopped" if ending.has_zombie else "when a worker was killed"
-    _say(console, f"[dim]messages handled again: {ending.redone}, in hand without a checkpoint {when}[/]")
+    _say(console, f"[dim]messages handled again: {ending.redone} (in hand without a checkpoint {when})[/]")
     if ending.dead_letters:
         why = ", ".join(f"{escape(reason)} ({count})" for reason, count in ending.dead_letters.items())
         _say(console, f"[dim]dead letters: {why}[/]")
