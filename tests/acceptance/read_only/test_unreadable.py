@@ -58,7 +58,7 @@ def explains(error: BaseException | None, path: Path) -> None:
     assert f"may not read {path} (owner: " in text
     assert "uid " in text
     assert "mode " in text
-    assert "run it as" in text
+    assert "run this process as" in text
     assert "damage" not in text
     assert "delete" not in text
 
