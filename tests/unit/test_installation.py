@@ -91,6 +91,7 @@ input()
 """
 
 
+@pytest.mark.limit(60)
 def test_a_line_every_few_seconds_says_how_far_pip_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
