@@ -180,7 +180,7 @@ def test_the_demo_says_what_it_will_do_and_where_its_files_are_before_it_opens_a
         show.show(f"{scheme}:///{tmp_path}/registry", False, 150, tmp_path / "run.png")
     assert "pxrs demo: 3 workers, 8 partitions\nOne worker is killed with kill -9" in out[0]
     assert ("its late commit is refused" in out[0]) == (scheme == "file")
-    assert f"Files are in {folders[0]}, up to " in out[0]
+    assert f" MB, are in {folders[0]}; they are removed at the end" in out[0]
     assert str(tmp_path / "run.png") in out[0]
     assert not folders[0].exists()
 

@@ -19,8 +19,8 @@ from pxrs.cli.demo.view import account_table
 from pxrs.errors import MissingDependency
 from pxrs.group.records import Keys
 
-DISK_MB: Final = 100
-"""Room for the temporary files of a run, most of which are Spark's."""
+DISK_MB: Final = 20
+"""More than the temporary files of a run take: 6 MB were measured with Spark."""
 
 
 def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
@@ -35,7 +35,8 @@ def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
         _announce(console, url, has_spark, folder, picture)
         with pxrs.open(folder / "data", registry=url) as hub:
             hub.registry.get("groups")  # makes the tables of the registry before several workers try to
-            _say(console, f"[dim]registry: {escape(hub.registry.url)}[/]\n")
+            removed = "" if url is None else "; the groups of the demo are removed from it at the end"
+            _say(console, f"[dim]The registry is {escape(hub.registry.url)}{removed}.[/]\n")
             try:
                 story = Demo(hub, url or "", group, folder, console, messages, has_spark)
                 ending = story.run()
@@ -57,8 +58,8 @@ def _announce(console: Console, url: str | None, has_spark: bool, folder: Path, 
     _say(console, f"[bold]pxrs[/] demo: {who}")
     _say(console, f"One worker is killed with kill -9{zombie}. At the end every message is counted.")
     _say(console, f"[dim]It takes about a minute, at most {RUN_S_MAX / 60:g} on a busy machine.[/]")
-    where = escape(str(folder))
-    _say(console, f"[dim]Files are in {where}, up to {DISK_MB} MB, and are removed at the end.[/]")
+    where = escape(str(folder)) + (", and beside it those of Spark" if has_spark else "")
+    _say(console, f"[dim]Its files, less than {DISK_MB} MB, are in {where}; they are removed at the end.[/]")
     if find_spec("matplotlib") is not None:
         _say(console, f"[dim]The chart of the run will be saved as {escape(str(picture.absolute()))}.[/]")
 
