@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from pxrs.errors import LogError, LogNotWritable, UnsupportedPlatform
+from pxrs.errors import LogError, LogNotReadable, LogNotWritable, UnsupportedPlatform
 
 NETWORK_FILE_SYSTEMS = frozenset(
     {
@@ -77,7 +77,10 @@ def explain(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
             "fewer: each open partition and each thread that waits for messages takes up to three descriptors, each "
             "lease of a registry in files and each connection one"
         )
-    return what
+    lacking = None if file is None else denied(error, path)
+    # The operating system also refuses with these errors what is no matter of the file's mode, such as a change of its
+    # owner.
+    return what if lacking is None or not lacking.is_certain else lacking.what
 
 
 class Denied(NamedTuple):
@@ -89,6 +92,8 @@ class Denied(NamedTuple):
     """False if it is the permission to read the file, or to search the folder."""
     what: str
     """For an error message: which user lacks the permission, and what to do."""
+    is_certain: bool = True
+    """Whether a look at the file's mode confirms that the permission is lacking."""
 
 
 def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied | None:
@@ -117,7 +122,7 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     except OSError:
         owner, advice = "unknown", "run it as the owner, or give it the permission"
     what = f"{_user(os.geteuid())} may not {action} {place} (owner: {owner}): {advice}"
-    return Denied(place, is_write, what)
+    return Denied(place, is_write, what, not place or not may(place, os.W_OK if is_write else os.R_OK))
 
 
 def write_refusal(path: str | os.PathLike[str]) -> OSError | None:
@@ -136,13 +141,14 @@ def may(path: str | os.PathLike[str], mode: int) -> bool:
 
 
 def log_error(error: OSError, path: str | os.PathLike[str] | None = None, where: str = "") -> LogError:
-    """An error of the operating system as a LogError; as LogNotWritable if the permission to write is lacking.
+    """An error of the operating system as a LogError; as LogNotWritable or LogNotReadable if a permission is lacking.
 
     path: as in `explain`. where: what the text begins with."""
     lacking = denied(error, path)
-    if lacking is not None and lacking.is_write:
-        return LogNotWritable(lacking.path, f"{where}{lacking.what}")
-    return LogError(f"{where}{explain(error, path) if lacking is None else lacking.what}")
+    if lacking is None:
+        return LogError(f"{where}{explain(error, path)}")
+    kind = LogNotWritable if lacking.is_write else LogNotReadable
+    return kind(lacking.path, f"{where}{lacking.what}")
 
 
 def _nearest(path: str) -> str:

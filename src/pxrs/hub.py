@@ -132,15 +132,17 @@ class Hub(OpenHub):
         return [topic for topic in self.log.topics() if internal or not is_internal(topic.name)]
 
     def damaged_topics(self) -> list[DamagedTopic]:
-        """The topics that cannot be opened, because their stored description is damaged, in the order of their names.
+        """The topics that cannot be opened, because their stored description is damaged, or because this process may
+        not read it (`error` is LogNotReadable then), in the order of their names.
 
-        Restore a topic's `topic.json` from a copy; or delete the topic, with all its messages, and make it again."""
+        Restore a damaged `topic.json` from a copy; or delete the topic, with all its messages, and make it again."""
         self.parts.check_usable()
         self.log.check_topics()
         return self.log.damaged_topics()
 
     def topic(self, name: str) -> TopicHandle:
-        """A topic to read. Raises UnknownTopic, and DamagedFrame if its stored description is damaged."""
+        """A topic to read. Raises UnknownTopic; DamagedFrame if its stored description is damaged; LogNotReadable if
+        this process may not read that."""
         return self._handle(self._topics.open(name))
 
     # Registered sources: tables of other systems, under names.

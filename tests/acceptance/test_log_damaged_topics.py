@@ -75,6 +75,7 @@ def test_the_others_are_listed_and_used_and_the_damaged_one_is_told_of(
             assert [topic.name for topic in hub.topics()] == ["b", "c"]
         (damaged,) = hub.damaged_topics()
         assert (damaged.name, damaged.id) == ("a", (place / "topics/a").resolve().name)
+        assert isinstance(damaged.error, DamagedFrame)
         assert damaged.error.file.endswith("/topic.json")
         assert [record.topic for record in caplog.records] == ["a"], "it is logged once"  # type: ignore[attr-defined]
         for ask in (hub.topic, hub.producer, lambda name: hub.consumer(name, "h")):

@@ -49,8 +49,9 @@ from pxrs.backup.keys import (
 from pxrs.backup.manifest import BackupManifest, CopiedFile, CopiedTopic
 from pxrs.backup.partitions import PartitionCopy
 from pxrs.backup.target import Target, refuse_overlap
-from pxrs.errors import BackupError, TopicDeleted, UnknownTopic
+from pxrs.errors import BackupError, LogNotReadable, TopicDeleted, UnknownTopic
 from pxrs.group.readables import is_topic_id
+from pxrs.log.contract import DamagedTopic
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.topic import DirectoryTopic
@@ -134,6 +135,7 @@ class _Making:
     def run(self) -> MadeBackup:
         begun_at = time.time()
         with self._target.locked():
+            self._damaged()  # before anything is copied, in case one of them may not be read
             previous = self._target.previous(self._hub, str(self._directory.absolute()))
             self._known = {} if previous is None else {file.path: file for file in previous.files}
             self._begin("copying sealed segments")
@@ -159,6 +161,16 @@ class _Making:
         self._tell(Progress(self._stage, self._done))
 
     # The log.
+
+    def _damaged(self) -> list[DamagedTopic]:
+        """The topics that are left out because they are damaged. Raises LogNotReadable if there is one that only this
+        process may not read."""
+        with self._opened() as log:
+            found = log.damaged_topics()
+        for each in found:
+            if isinstance(each.error, LogNotReadable):
+                raise each.error
+        return found
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[DirectoryLog]:
@@ -320,8 +332,7 @@ class _Making:
         backup = uuid.uuid4().hex
         # The keys may hold hashes of tokens and the items of queues: not everybody may read them.
         stored = self._target.write(f"registry/{backup}.jsonl", "", dump_keys(keys), mode=0o600)
-        with self._opened() as log:
-            damaged = {each.name: each.error.what for each in log.damaged_topics()}
+        damaged = {each.name: each.error.what for each in self._damaged()}
         return BackupManifest(
             backup,
             self._hub,

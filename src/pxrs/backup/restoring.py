@@ -24,7 +24,7 @@ from pxrs.backup.keys import load_keys
 from pxrs.backup.making import Progress, Tell
 from pxrs.backup.manifest import BackupManifest, CopiedPartition, CopiedTopic
 from pxrs.backup.rebirth import Reborn, epoch_at, reborn
-from pxrs.backup.target import checksum_of, copy_bytes, read_manifest
+from pxrs.backup.target import checksum_of, copy_bytes, read_manifest, unreadable
 from pxrs.disk import replace_file
 from pxrs.errors import BackupDamaged, BackupError, RestoreRefused, ValueTooLarge
 from pxrs.hub_record import HubRecord, write_record, write_restoring
@@ -61,13 +61,17 @@ def verify(source: Path, tell: Tell) -> BackupManifest:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise BackupDamaged(str(path), disk.explain(error)) from error
+            raise unreadable(path, error) from error
         if size != file.bytes:
             raise BackupDamaged(str(path), f"it has {size:,} bytes, and the manifest says {file.bytes:,}")
     for file in manifest.files:
         path = source / file.path
         tell(Progress("verifying the backup", done, manifest.bytes))
-        if checksum_of(path) != file.checksum:
+        try:
+            found = checksum_of(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if found != file.checksum:
             raise BackupDamaged(str(path), "its checksum is not the one in the manifest")
         done += file.bytes
     return manifest

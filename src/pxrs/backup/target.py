@@ -59,7 +59,14 @@ def read_manifest(folder: Path) -> BackupManifest:
         what = "was interrupted: run it again" if (folder / "logs").is_dir() else "is elsewhere: correct the path"
         raise BackupIncomplete(f"{folder} has no {NAME}, so it holds no whole backup; a backup {what}") from None
     except OSError as error:
-        raise BackupDamaged(str(path), disk.explain(error)) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> BackupError:
+    """The error for a file of a backup that cannot be read: BackupDamaged, unless only the permission is lacking."""
+    if isinstance(error, PermissionError):
+        return BackupError(disk.explain(error, path))
+    return BackupDamaged(str(path), disk.explain(error))
 
 
 def checksum_of(path: Path, note: Callable[[int], None] = lambda count: None) -> str:

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from pxrs.address import open_log
-from pxrs.errors import DamagedFrame, HubMoved, LogError, NoDirectory, UnknownTopic
+from pxrs.errors import DamagedFrame, HubMoved, LogError, LogNotReadable, NoDirectory, UnknownTopic
 from pxrs.group.records import GROUP_NAME
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class SeenTopics:
         for topic in self._topics:
             try:
                 self.by_name[topic.name] = _look(log, topic.name, reached)
-            except (UnknownTopic, DamagedFrame):
-                continue  # deleted or damaged since it was listed
+            except (UnknownTopic, DamagedFrame, LogNotReadable):
+                continue  # deleted, damaged or made unreadable since it was listed
 
     def topics(self) -> list[Topic]:
         return self._topics

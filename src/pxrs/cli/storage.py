@@ -142,6 +142,8 @@ async def _serve(server: StorageServer, settings: StorageSettings, state: _State
     try:
         await server.start()
     except OSError as error:
+        if disk.denied(error, settings.directory) is not None:
+            raise disk.log_error(error, settings.directory, "the storage node cannot start: ") from error
         why = f"the storage node cannot start: {disk.explain(error, settings.directory)}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NodeFull(str(settings.directory), why) from error

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from pxrs import disk
 from pxrs.wording import microseconds, printable, rfc3339
 
 PIPE_COLUMNS: Final = 1 << 30
@@ -51,7 +52,9 @@ def tell_warning(what: str) -> None:
 def error_text(error: BaseException) -> str:
     """The message of an error, with the notes that were added to it."""
     what = str(error)
-    if isinstance(error, OSError) and error.strerror:  # `str` would begin with the number of the error
+    if isinstance(error, PermissionError):
+        what = disk.explain(error)
+    elif isinstance(error, OSError) and error.strerror:  # `str` would begin with the number of the error
         what = error.strerror if error.filename is None else f"{error.strerror}: {os.fsdecode(error.filename)}"
     return "; ".join([what, *getattr(error, "__notes__", [])])
 

@@ -16,7 +16,7 @@ from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, error_text, facts, show, tell_error, tell_warning
 from pxrs.cli.topic_changes import alter, settings_of
 from pxrs.cli.topic_copy import copy
-from pxrs.errors import DamagedFrame, LogError, PxrsError, TopicExists, UnknownTopic
+from pxrs.errors import DamagedFrame, LogError, LogNotReadable, PxrsError, TopicExists, UnknownTopic
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Topic
 from pxrs.wording import counted, printable
 
@@ -117,14 +117,14 @@ def list_(
     internal: Annotated[bool, typer.Option("--internal", help="Also _events and _audit, which pxrs writes.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the topics, and how many messages each holds. Exit code 1 if any is damaged."""
+    """List the topics, and how many messages each holds. Exit code 1 if any is damaged or cannot be read."""
     with open_hub(at, registry, needs_log=True) as hub:
         rows = _rows(hub, internal=internal)
         sources = 0 if as_json else _count_sources(hub)
     if as_json:
         for row in rows:
             plain = {"topic": row.name, "partitions": row.partitions, "messages": row.messages}
-            told = {"damage": row.damage, "ends_problem": row.ends_problem}
+            told = {"damage" if row.is_damaged else "error": row.problem, "ends_problem": row.ends_problem}
             typer.echo(json.dumps(plain | {field: text for field, text in told.items() if text is not None}))
     else:
         from rich.table import Table
@@ -132,18 +132,18 @@ def list_(
         table = Table("topic", box=None, header_style="bold")
         table.add_column("partitions", justify="right")
         table.add_column("messages", justify="right")
-        is_damaged = any(row.damage is not None for row in rows)
-        if is_damaged:
-            table.add_column("damage")
+        has_problem = any(row.problem is not None for row in rows)
+        if has_problem:
+            table.add_column("problem")
         for row in rows:
             counts = ["-" if count is None else f"{count:,}" for count in (row.partitions, row.messages)]
             if row.ends_problem is not None:
                 counts[1] = f"at least {counts[1]}"
-            table.add_row(row.name, *counts, *([cell(row.damage or "")] if is_damaged else []))
+            table.add_row(row.name, *counts, *([cell(row.problem or "")] if has_problem else []))
         show(table)
         if sources:
             typer.echo(f"and {counted(sources, 'registered source')}: see `pxrs source list`", err=True)
-    if any(row.damage is not None for row in rows):
+    if any(row.problem is not None for row in rows):
         raise typer.Exit(1)
 
 
@@ -158,19 +158,26 @@ def _count_sources(hub: Hub) -> int:
 
 
 class _Row(NamedTuple):
-    """A line of the list of topics; None for what is not known because of damage."""
+    """A line of the list of topics; None for what is not known because it is damaged or may not be read."""
 
     name: str
     partitions: int | None
     messages: int | None
-    damage: str | None = None
+    problem: str | None = None
+    is_damaged: bool = True
+    """Whether the problem is damage. False if this process may not read the topic."""
     ends_problem: str | None = None
     """Why `messages` is only a lower bound."""
 
 
 def _rows(hub: Hub, *, internal: bool = False) -> list[_Row]:
-    advice = "restore the file from a copy, or delete the topic"
-    rows = [_Row(each.name, None, None, f"{each.error}; {advice}") for each in hub.damaged_topics()]
+    advice = "; restore the file from a copy, or delete the topic"
+    rows = [
+        _Row(each.name, None, None, str(each.error), is_damaged=False)
+        if isinstance(each.error, LogNotReadable)
+        else _Row(each.name, None, None, f"{each.error}{advice}")
+        for each in hub.damaged_topics()
+    ]
     for topic in hub.topics(internal=internal):
         try:
             problem = hub.topic(topic.name).log.ends_problem()  # before the ends are read
@@ -178,7 +185,8 @@ def _rows(hub: Hub, *, internal: bool = False) -> list[_Row]:
         except UnknownTopic:  # deleted meanwhile
             continue
         except LogError as error:
-            rows.append(_Row(topic.name, topic.partitions, None, str(error)))
+            is_damaged = not isinstance(error, LogNotReadable)
+            rows.append(_Row(topic.name, topic.partitions, None, str(error), is_damaged))
     return sorted(rows, key=lambda row: row.name)
 
 
@@ -224,7 +232,7 @@ def delete(
     with pxrs.open(at, registry) as hub:
         try:
             what = f"its {counted(_count(hub, hub.topic(name).topic), 'message')}"
-        except DamagedFrame as damage:  # a damaged topic can be removed too
+        except (DamagedFrame, LogNotReadable) as damage:  # such a topic can be removed too
             tell_error(error_text(damage), type(damage).__name__)
             what = "all its messages (they cannot be counted)"
         if not yes:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import grpc
 import xxhash
 
+from pxrs import disk
 from pxrs.cluster.ledgers import EntryHead
 from pxrs.errors import InvalidUrl, PxrsError
 from pxrs.remote import flight, wire
@@ -84,7 +85,8 @@ class LinkSettings:
         try:
             token = self.token_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidUrl(f"the token file {self.token_file} cannot be read: {error}") from error
+            why = disk.explain(error) if isinstance(error, OSError) else error
+            raise InvalidUrl(f"the token file {self.token_file} cannot be read: {why}") from error
         if not (token and token.isascii() and token.isprintable()):
             raise InvalidUrl(f"the token file {self.token_file} does not contain a token: give one line")
         return ((wire.TOKEN_METADATA, f"Bearer {token}"),)

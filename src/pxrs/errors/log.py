@@ -22,6 +22,19 @@ class LogNotWritable(NoWritePermission, LogError):
     code = "log.not-writable"
 
 
+class LogNotReadable(LogError):
+    """This process may not read a file or folder of the hub's directory: `path`. That says nothing about what the file
+    holds; it need not be damaged.
+
+    Run the process as a user that has the permission, or give it, for all of the directory; then open the hub again."""
+
+    code = "log.not-readable"
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what = path, what
+        super().__init__(what)
+
+
 class UnknownTopic(LogError, KeyError):
     """There is no such topic. Create it, or correct the name; `choices` are those that exist."""
 

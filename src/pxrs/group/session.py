@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from pxrs.errors import DamagedFrame, HubMoved, LogError, RegistryUnavailable
+from pxrs.errors import DamagedFrame, HubMoved, LogError, LogNotReadable, RegistryUnavailable
 from pxrs.group.checkpoints import Holding
 from pxrs.group.events import MemberEvents
 from pxrs.group.foreign import foreign_parts
@@ -70,11 +70,12 @@ class MemberSettings:
 
     def home(self) -> Home | None:
         """The identity of the hub. Raises what says that its groups may not be joined from here (WrongRegistry,
-        HubMoved, a damaged record). Raises RegistryUnavailable if that is not known now, as with too many open files
-        or a file server that does not answer: then nothing may be written, but nothing is lost either."""
+        HubMoved, a record that is damaged or may not be read). Raises RegistryUnavailable if that is not known now, as
+        with too many open files or a file server that does not answer: then nothing may be written, but nothing is lost
+        either."""
         try:
             return self.find_home()
-        except (HubMoved, DamagedFrame):
+        except (HubMoved, DamagedFrame, LogNotReadable):
             raise
         except (OSError, LogError) as error:
             raise RegistryUnavailable(f"the hub's own record cannot be read: {error}") from error

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs.clock import SYSTEM, Clock
-from pxrs.errors import DamagedFrame, HubMoved, InvalidArgument, LogError, UnknownTopic
+from pxrs.errors import DamagedFrame, HubMoved, InvalidArgument, LogError, LogNotReadable, UnknownTopic
 from pxrs.log.batch import ANONYMOUS, Batch, Origin, Payload, encode
 from pxrs.log.outcomes import Outcome
 from pxrs.model import Topic, TopicPartition
@@ -33,13 +33,14 @@ _OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument)
 
 # Over the limit: most of it documents what each call of a log and of its topics promises, which is read together.
 class DamagedTopic(NamedTuple):
-    """A topic that cannot be opened, because its stored description is missing, damaged, or that of another topic."""
+    """A topic that cannot be opened, because its stored description is missing, damaged, or that of another topic, or
+    because this process may not read it."""
 
     name: str
     id: str | None
     """The id of the topic; None if it is not known."""
-    error: DamagedFrame
-    """What is wrong with the topic."""
+    error: DamagedFrame | LogNotReadable
+    """What is wrong with the topic; LogNotReadable if only the permission to read it is lacking."""
 
 
 class Append(NamedTuple):

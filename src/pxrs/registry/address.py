@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from pxrs import disk
 from pxrs.arguments import shown
 from pxrs.errors import InvalidUrl
 
@@ -91,6 +92,8 @@ class Address:
         directory = Path(path).absolute()
         try:
             is_file = directory.exists() and not directory.is_dir()
+        except PermissionError as error:
+            raise InvalidUrl(f"the url {shown(path)} cannot be used: {disk.explain(error, directory)}") from error
         except OSError as error:
             raise InvalidUrl(f"the url {shown(path)} names no directory: {error.strerror}") from error
         if is_file:
@@ -108,7 +111,7 @@ class Address:
             try:
                 return name, path.read_text().rstrip("\n")
             except OSError as error:
-                raise InvalidUrl(f"{self.text}: password_file={path}: {error.strerror}") from error
+                raise InvalidUrl(f"{self.text}: password_file={path}: {disk.explain(error, path)}") from error
         return name, os.environ.get(PASSWORD_VARIABLE) if name else None
 
     def seconds(self, option: str, default: float) -> float:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from pxrs.attention import Attention, of_group, of_queue
+from pxrs.errors import LogNotReadable
 from pxrs.group.description import GroupDescription, PartitionDescription
 from pxrs.queue.states import ItemState
 from pxrs.web import browse, queues
@@ -67,7 +68,8 @@ def _attention(
 ) -> Iterator[Attention]:
     """What somebody should look at: by the rules of `pxrs.attention`, and what could not be read."""
     for each in observer.topics.damaged:
-        yield Attention(True, "topic", each.name, f"damaged: {each.error}")
+        state = "cannot be read" if isinstance(each.error, LogNotReadable) else "damaged"
+        yield Attention(True, "topic", each.name, f"{state}: {each.error}")
     for topic in observer.topics.by_name.values():
         if topic.error is not None:
             yield Attention(True, "topic", topic.name, f"cannot be read: {topic.error}")

@@ -140,7 +140,7 @@ def test_v5_who_may_not_even_read_is_told_who_may(data: Path) -> None:
     try:
         with reading_only(data.parent):
             for look in looks:
-                with pytest.raises(PxrsError, match=r"may not read|names no directory") as caught:
+                with pytest.raises(PxrsError, match="may not read") as caught:
                     look()
                 assert str(data) in str(caught.value)
     finally:

@@ -14,8 +14,9 @@ import pytest
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import DamagedFrame, LogNotWritable, OffsetTrimmed, TransactionLost
+from pxrs.errors import DamagedFrame, LogNotReadable, LogNotWritable, OffsetTrimmed, TransactionLost
 from pxrs.hub import Hub
+from pxrs.log.contract import DamagedTopic
 from pxrs.server.serving import serving
 from pxrs.testing.waiting import eventually
 
@@ -214,3 +215,13 @@ def test_damaged_topics_are_named_with_their_damage(kept: Hub, client: Hub, tmp_
         client.topic("t")
     client.delete_topic("t")
     assert client.damaged_topics() == []
+
+
+def test_a_topic_that_the_server_may_not_read_is_not_named_as_damaged(
+    kept: Hub, client: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread = DamagedTopic("t", "0" * 32, LogNotReadable("/data/t", "user nobody may not read /data/t"))
+    monkeypatch.setattr(kept.log, "damaged_topics", lambda: [unread])
+    (found,) = client.damaged_topics()
+    assert isinstance(found.error, LogNotReadable)
+    assert (found.error.path, str(found.error)) == ("/data/t", "user nobody may not read /data/t")

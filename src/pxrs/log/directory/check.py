@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs import disk
-from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy, MisplacedFile
+from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy, LogNotReadable, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, place_id, read_header, read_payload
 from pxrs.log.contract import DamagedTopic
 from pxrs.log.directory.description import look_up
@@ -100,13 +101,39 @@ class _Bounds(NamedTuple):
 
 
 def check(path: Path) -> Iterator[Checked]:
-    """Read the log in this directory, file by file. Raises InvalidUrl if there is none."""
+    """Read the log in this directory, file by file. Raises InvalidUrl if there is none. The iterator raises
+    LogNotReadable at the first file that this process may not read: whether the file is damaged is then not known."""
     DirectoryLog(path).close()  # raises an error if the path cannot hold a log
     topics = path / "topics"
-    if not topics.is_dir():
-        what = "it has no folder topics" if path.is_dir() else "there is no such directory"
-        raise InvalidUrl(f"{path} is no log: {what}; give the directory that was given to pxrs.open")
-    return _check_topics(topics)
+    with _permitted():
+        if not _is_folder(topics):
+            what = "it has no folder topics" if _is_folder(path) else "there is no such directory"
+            raise InvalidUrl(f"{path} is no log: {what}; give the directory that was given to pxrs.open")
+    return _check_permitted(topics)
+
+
+def _check_permitted(topics: Path) -> Iterator[Checked]:
+    with _permitted():
+        yield from _check_topics(topics)
+
+
+@contextlib.contextmanager
+def _permitted() -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise disk.log_error(error) from error
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether the path, or what it links to, is a folder. Raises PermissionError if that cannot be told, which
+    `Path.is_dir` does not do in every version of Python."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except PermissionError:
+        raise
+    except OSError:
+        return False
 
 
 def _check_topics(topics: Path) -> Iterator[Checked]:
@@ -117,9 +144,9 @@ def _check_topics(topics: Path) -> Iterator[Checked]:
 
 
 def _check_topic(name: str, link: Path) -> Iterator[Checked]:
-    if not link.is_dir():
+    if not _is_folder(link):
         # A deletion removes the link before the folder, and a creation makes the link last.
-        if link.is_symlink() and not link.is_dir():
+        if link.is_symlink() and not _is_folder(link):
             yield _of_topic(name, link, "the folder that it leads to is missing, and with it all messages")
         return
     folder = link.resolve()  # resolved once: a topic that is created meanwhile under the same name has another folder
@@ -181,6 +208,8 @@ def _read_topic(link: Path) -> tuple[Topic | None, str | None]:
     except (OSError, LogBusy) as error:
         return None, _unreadable(error) if isinstance(error, OSError) else str(error)
     if isinstance(found, DamagedTopic):
+        if isinstance(found.error, LogNotReadable):
+            raise found.error
         return None, found.error.what
     return found, None  # None: it was deleted meanwhile
 
@@ -188,6 +217,8 @@ def _read_topic(link: Path) -> tuple[Topic | None, str | None]:
 def _partition_numbers(folder: Path) -> set[int]:
     try:
         names = os.listdir(folder / "partitions")
+    except PermissionError:
+        raise
     except OSError:
         return set()  # so that each partition that must be there is reported as missing
     return {int(found[1]) for name in names if (found := _PARTITION_FOLDER.fullmatch(name))}
@@ -447,4 +478,7 @@ def _check_producers(place: _Place, segment: str, base: int) -> list[Finding]:
 
 
 def _unreadable(error: OSError) -> str:
+    """What is wrong with a file that cannot be read. Raises the error itself if only the permission is lacking."""
+    if isinstance(error, PermissionError):
+        raise error
     return f"it cannot be read: {disk.explain(error)}"

@@ -3,7 +3,8 @@
 `topics/<name>` is a link to `../logs/<id>`, the topic's folder. A deletion removes the link before the folder, and a
 creation makes the link last, so a link always points to a whole folder. If `topic.json` is missing or damaged all the
 same, or describes another topic than the link says, the topic counts as damaged: it cannot be opened, but its name is
-taken, and it can be deleted. A link whose folder is missing is no topic: somebody has removed the folder by hand.
+taken, and it can be deleted. So it is with a topic whose `topic.json` this process may not read; that is reported as
+LogNotReadable, not as damage. A link whose folder is missing is no topic: somebody has removed the folder by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Final
 import xxhash
 
 from pxrs import disk
-from pxrs.errors import DamagedFrame, LogBusy, MisplacedFile
+from pxrs.errors import DamagedFrame, LogBusy, LogNotReadable, MisplacedFile
 from pxrs.log.contract import DamagedTopic
 from pxrs.model import Topic
 
@@ -120,6 +121,8 @@ def look_up(topics: Path, name: str, known: Descriptions | None = None) -> Topic
         except OSError as error:
             if error.errno in (*disk.NO_DESCRIPTORS, errno.ENOMEM):
                 raise  # this says nothing about the file
+            if isinstance(unread := disk.log_error(error, path), LogNotReadable):
+                return DamagedTopic(name, target, unread)
             what = f"it cannot be read: {error.strerror}"
             return DamagedTopic(name, target, DamagedFrame(path, 0, what))
         if topic.name != name or target not in (None, topic.id):

@@ -31,6 +31,7 @@ from pxrs.errors import (
     Closed,
     InvalidUrl,
     LogError,
+    LogNotReadable,
     TopicExists,
     UnknownTopic,
     UsedAfterFork,
@@ -104,6 +105,8 @@ class DirectoryLog(Log):
 
     def _exists(self, name: str) -> TopicExists:
         found = self._look_up(name)
+        if isinstance(found, DamagedTopic) and isinstance(found.error, LogNotReadable):
+            return TopicExists(f"there is a topic {name!r} already, and this process may not read it: {found.error}")
         if isinstance(found, DamagedTopic):
             return TopicExists(f"there is a topic {name!r} already, and it is damaged: delete it first ({found.error})")
         return TopicExists(f"there is a topic {name!r} already")
@@ -133,7 +136,8 @@ class DirectoryLog(Log):
         damaged = {each.name: each for each in found if isinstance(each, DamagedTopic)}
         for name, each in damaged.items():
             if name not in self._logged_as_damaged:
-                _logger.warning("topic %s is damaged: %s", name, each.error, extra={"topic": name, "id": each.id})
+                state = "not readable" if isinstance(each.error, LogNotReadable) else "damaged"
+                _logger.warning("topic %s is %s: %s", name, state, each.error, extra={"topic": name, "id": each.id})
         self._logged_as_damaged = set(damaged)
         return [each for each in found if each is not None]
 

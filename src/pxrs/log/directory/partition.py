@@ -347,6 +347,8 @@ class Partition:
         return True
 
     def _failed(self, error: OSError) -> LogError:
+        if disk.denied(error) is not None:
+            return disk.log_error(error, self.folder, f"{self.place}: ")
         advice = "make room, then try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "try again"
         return AppendFailed(f"{self.place}: {disk.explain(error)}; nothing of it is in the log: {advice}")
 

@@ -140,14 +140,17 @@ class DirectoryTopic(TopicLog):
         except (OSError, LogError) as error:
             self._check_there(error)
             if isinstance(error, OSError):
-                raise ReadFailed(f"{self.name}: {disk.explain(error)}") from error
+                raise _read_error(error, self.name) from error
             raise
         self._folder.check()
         return found
 
     def stored_bytes(self) -> list[int]:
         self._check_usable()
-        return [stored_bytes(self.partition_folder(number)) for number in range(self.partitions)]
+        try:
+            return [stored_bytes(self.partition_folder(number)) for number in range(self.partitions)]
+        except OSError as error:
+            raise _read_error(error, self.name) from error
 
     def partition_folder(self, partition: int) -> str:
         return self._folder.of_partition(partition)
@@ -160,7 +163,7 @@ class DirectoryTopic(TopicLog):
         except (OSError, LogError, Closed) as error:
             self._check_there(error)
             if isinstance(error, OSError):
-                raise ReadFailed(f"{opened.place}: {disk.explain(error)}") from error
+                raise _read_error(error, opened.place) from error
             raise
 
     def _check_there(self, error: BaseException) -> None:
@@ -197,7 +200,7 @@ class DirectoryTopic(TopicLog):
             by_partition.setdefault(append.partition, []).append(append)
         try:
             self._make_name_durable()
-        except AppendFailed as error:
+        except LogError as error:
             failed = NotStored(self._reason(error))
             tell({number: [failed] * len(batches) for number, batches in by_partition.items()})
             return
@@ -218,6 +221,8 @@ class DirectoryTopic(TopicLog):
         except (UnknownProducer, SequenceGap) as error:
             return [NotStored(named(error, f"{self.name}/{number}"))] * len(batches)
         except OSError as error:  # of `_opened`, such as too many open files, or a disk without room for a new file
+            if disk.denied(error) is not None:
+                return [NotStored(self._reason(disk.log_error(error, where=f"{self.name}/{number}: ")))] * len(batches)
             what = f"{disk.explain(error)}; nothing of it is in the log: try again"
             return [NotStored(self._reason(AppendFailed(f"{self.name}/{number}: {what}")))] * len(batches)
         except AppendUnknown as error:
@@ -243,6 +248,8 @@ class DirectoryTopic(TopicLog):
             return
         try:
             sync_names(self._place.path)
+        except PermissionError as error:
+            raise disk.log_error(error, where=f"{self.name}: the topic's name could not be synced: ") from error
         except OSError as error:
             raise AppendFailed(f"{self.name}: the topic's name could not be synced: {disk.explain(error)}") from error
         self.is_name_durable = True
@@ -277,6 +284,8 @@ class DirectoryTopic(TopicLog):
             return self._ends.subscribe(chosen, callback)
         except OSError as error:
             self._check_there(error)
+            if disk.denied(error) is not None:
+                raise _read_error(error, self.name) from error
             raise LogError(
                 f"{self.name}: the system refused to tell of changes: {disk.explain(error)}; see also `sysctl "
                 "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
@@ -387,6 +396,13 @@ class DirectoryTopic(TopicLog):
             partition.close()
         self._ends.close()
         self._crew.close()
+
+
+def _read_error(error: OSError, place: str) -> LogError:
+    """The error of an operation that reads: ReadFailed, which a caller tries again, unless a permission is lacking."""
+    if disk.denied(error) is not None:
+        return disk.log_error(error, where=f"{place}: ")
+    return ReadFailed(f"{place}: {disk.explain(error)}")
 
 
 def _watched_path(folder: str) -> str:

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import xxhash
 
+from pxrs import disk
 from pxrs.errors import BatchRefused
 from pxrs.log.batch import Payload, encode
 
@@ -113,6 +114,8 @@ def read_arrow_file(path: str, codec: str) -> Iterator[Piece]:
                 yield Piece(int(found.custom_metadata[_PARTITION]), encode(found.batch, codec))
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise disk.log_error(error, path) from error
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         raise _damaged(path, str(error)) from error
 
@@ -124,6 +127,8 @@ def _mapped(path: str) -> pa.Buffer:
             return mapped.read_buffer()
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise disk.log_error(error, path) from error
     except (pa.ArrowException, OSError) as error:  # an empty file cannot be mapped
         raise _damaged(path, str(error)) from error
 

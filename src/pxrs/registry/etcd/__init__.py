@@ -10,7 +10,7 @@ proves about a call; `narrowing.py` keeps scans with a limit cheap. `pxrs.grpc_f
 
 from __future__ import annotations
 
-from pxrs import grpc_fork  # first: it imports gRPC in its own way
+from pxrs import disk, grpc_fork  # first: `grpc_fork` imports gRPC in its own way
 from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
@@ -66,7 +66,7 @@ def _certificates(address: Address) -> Certificates | None:
     try:
         return Certificates(*(None if path is None else path.read_bytes() for path in (ca, cert, key)))
     except OSError as error:
-        raise InvalidUrl(f"{address.text}: {error.filename}: {error.strerror}") from error
+        raise InvalidUrl(f"{address.text}: {disk.explain(error)}") from error
 
 
 def _login(address: Address) -> Login | None:

@@ -62,7 +62,7 @@ class Layout:
         disk.sync_folder(self.root)
         name = read_file(marker)
         folder = f"{self.generations}/{(name or b'').decode()}"
-        if name is None or not os.path.isdir(folder):
+        if name is None or not is_there(folder):
             return None
         # No process writes to a generation that has no snapshot and that no seal names, so its state is still empty.
         self.publish_snapshot(folder, encode_snapshot(State(), 0))
@@ -78,7 +78,7 @@ class Layout:
         """The path of the newest generation that has a snapshot."""
         for name in sorted(self.generation_names(), reverse=True):
             folder = f"{self.generations}/{name}"
-            if os.path.exists(f"{folder}/snapshot"):
+            if is_there(f"{folder}/snapshot"):
                 return folder
         return None
 
@@ -144,6 +144,15 @@ class Layout:
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat().st_mtime < oldest:
                     os.unlink(entry.path)
+
+
+def is_there(path: str) -> bool:
+    """Unlike `os.path.exists`, this raises if the operating system gives an error other than "not there"."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def read_file(path: str) -> bytes | None:

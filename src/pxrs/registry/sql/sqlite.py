@@ -23,6 +23,7 @@ allows and then raise RegistryUnavailable; nothing of theirs was written.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sqlite3
@@ -199,6 +200,8 @@ class SqliteDatabase(Database):
                     return
         except (FileNotFoundError, NotADirectoryError):
             pass
+        except PermissionError as error:
+            raise AccessDenied(f"{self.url}: {disk.explain(error, path)}") from error
         except OSError as error:
             raise RegistryUnavailable(f"{self.url}: {disk.explain(error, path)}") from error
         raise RegistryReplaced(
@@ -395,15 +398,19 @@ def _path(address: Address, creates: bool) -> Path:
     if not name or name == ":memory:":
         raise InvalidUrl(f"{address.text}: a file is needed; for a registry in memory write memory:")
     path = Path(name).absolute()
-    if path.is_dir():
-        raise InvalidUrl(f"{address.text}: that is a directory, not a file")
-    if not path.parent.is_dir():
-        raise InvalidUrl(f"{address.text}: there is no directory {path.parent}")
+    try:
+        if path.is_dir():
+            raise InvalidUrl(f"{address.text}: that is a directory, not a file")
+        if not path.parent.is_dir():
+            raise InvalidUrl(f"{address.text}: there is no directory {path.parent}")
+    except PermissionError as error:
+        raise AccessDenied(f"{address.text}: {disk.explain(error, path)}") from error
     refusal = disk.write_refusal(path if path.exists() else path.parent)
     if refusal is not None and not path.exists():
         raise _not_writable(address.text, refusal)
     if not disk.may(path if path.exists() else path.parent, os.R_OK):
-        raise AccessDenied(f"{address.text}: this process (uid {os.geteuid()}) may not read it")
+        refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        raise AccessDenied(f"{address.text}: {disk.explain(refused)}")
     if refusal is not None and disk.may(path.parent, os.W_OK):
         # SQLite would create a write-ahead log that belongs to this user, which other users could not write to.
         raise _not_writable(address.text, refusal)

@@ -15,6 +15,7 @@ from typing import Final
 
 from pxrs.errors import (
     DamagedFrame,
+    LogNotReadable,
     OutcomeUnknown,
     ReadFailed,
     RegistryUnavailable,
@@ -113,7 +114,7 @@ class RemoteLog(Log):
         found = []
         for each in self._session.ask("log.damaged_topics", {})["topics"]:
             error = wire.error_of(each["error"])
-            if not isinstance(error, DamagedFrame):
+            if not isinstance(error, DamagedFrame | LogNotReadable):
                 error = DamagedFrame(each["name"], 0, str(error))
             found.append(DamagedTopic(each["name"], each["id"], error))
         return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
+from pxrs import disk
 from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
 
@@ -95,7 +96,8 @@ class Settings:
             try:
                 token = self.token_file.read_text().strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise InvalidUrl(f"{self.shown}: token_file={self.token_file} cannot be read: {error}") from error
+                why = disk.explain(error) if isinstance(error, OSError) else error
+                raise InvalidUrl(f"{self.shown}: token_file={self.token_file} cannot be read: {why}") from error
         if token is not None and not (token and token.isascii() and token.isprintable()):
             where = TOKEN_VARIABLE if self.token_file is None else f"token_file={self.token_file}"
             raise InvalidUrl(f"{self.shown}: {where} holds no token: give one line, as `pxrs token create` prints it")
@@ -115,4 +117,4 @@ def _certificates(address: Address) -> Certificates | None:
     try:
         return Certificates(*(None if path is None else path.read_bytes() for path in (ca, cert, key)))
     except OSError as error:
-        raise InvalidUrl(f"{address.text}: {error.filename}: {error.strerror}") from error
+        raise InvalidUrl(f"{address.text}: {disk.explain(error)}") from error
