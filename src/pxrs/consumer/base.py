@@ -28,7 +28,7 @@ from pxrs.consumer.loops import ConsumedBatch
 from pxrs.consumer.partitions import P, PartitionNames
 from pxrs.consumer.readers import Reading
 from pxrs.consumer.runner import Handler, Runner
-from pxrs.consumer.settings import Start, check_choices, error_policy, start_of, timings_of
+from pxrs.consumer.settings import Start, check_choices, check_loop, error_policy, start_of, timings_of
 from pxrs.consumer.settling import QueueTransaction
 from pxrs.consumer.states import Event
 from pxrs.errors import InvalidGroup, MissingDependency, OffsetOutOfRange
@@ -209,7 +209,9 @@ class BaseConsumer(ABC, Generic[P]):
     def transactions(self, engine: Engine, max_messages: int = 500) -> Iterator[tuple[list[Message], Connection]]:
         """Batches of messages, each with a connection whose transaction also writes their checkpoint (X20).
 
-        See docs/transactions.md."""
+        What the body raises is not seen here, so InvalidGroup is raised for a consumer with on_error="retry" or
+        "dead-letter", which are for `run`. See docs/transactions.md."""
+        check_loop(self._policy, "transactions")
         try:
             from pxrs.consumer.transactions import transactions
         except ImportError as error:

@@ -57,6 +57,19 @@ def error_policy(
     return ErrorPolicy(on_error, retries_max, pause_s, dead_letters)
 
 
+def check_loop(policy: ErrorPolicy, name: str) -> None:
+    """Raise InvalidGroup if the policy needs to see what the handling of a message raises. A loop sees nothing of what
+    its body raises. "raise" is what a loop does anyway, and "pause" is the default.
+
+    name: of the method that returns the loop."""
+    if policy.on_error in ("retry", "dead-letter"):
+        raise InvalidGroup(
+            f"on_error={policy.on_error!r} is for `run`, and has no effect in a loop over `{name}`, which does not see "
+            "what its body raises: leave on_error out, and catch the error in the body, around a savepoint "
+            "(db.begin_nested())"
+        )
+
+
 def timings_of(**given: float | timedelta | None) -> Timings:
     """The member's timings; those that are None have their defaults. `Timings` checks how short each may be."""
     return Timings(

@@ -66,6 +66,28 @@ class TestRefusals:
         with pytest.raises(InvalidGroup, match="max_messages"):
             transactions(sqlite.consumer(), sqlite.engine, 0)
 
+    @pytest.mark.parametrize("on_error", ["retry", "dead-letter"])
+    def test_what_only_run_can_do_with_a_failed_message_is_refused(self, sqlite: Place, on_error: str) -> None:
+        sqlite.send(1)
+        sqlite.hub.create_topic("dead", partitions=1)
+        letters = {"dead_letters": "dead"} if on_error == "dead-letter" else {}
+        inbox = sqlite.consumer(on_error=on_error, **letters)
+        with pytest.raises(InvalidGroup, match=f"on_error='{on_error}' is for `run`") as caught:
+            transactions(inbox, sqlite.engine)
+        assert "savepoint" in str(caught.value)
+
+    @pytest.mark.parametrize("on_error", ["pause", "raise"])
+    def test_what_a_loop_does_anyway_and_the_default_are_accepted(self, sqlite: Place, on_error: str) -> None:
+        sqlite.send(1)
+        inbox = sqlite.consumer(on_error=on_error)
+        loop = transactions(inbox, sqlite.engine)
+        batch, db = next(loop)
+        book(batch, db)
+        loop.close()  # as after an error of the body
+        assert sqlite.sum == 0
+        batch, _ = next(transactions(inbox, sqlite.engine))
+        assert len(batch) == 1, "it is handed out again"
+
     @pytest.mark.parametrize("what", ["commit", "rollback"])
     def test_a_body_that_ends_the_transaction_is_refused(self, place: Place, what: str) -> None:
         place.send(10)
