@@ -102,14 +102,14 @@ class ProducerTracing:
         self._tracer, self._topic, self._batch_bytes_max = tracer, topic, batch_bytes_max
 
     @staticmethod
-    def add_current(headers: Iterable[tuple[str, bytes | None]] | None) -> Iterable[tuple[str, bytes | None]] | None:
+    def add_current(headers: list[tuple[str, bytes | None]] | None) -> list[tuple[str, bytes | None]] | None:
         """The headers of a message that is being sent, with the current span if they name none."""
         from opentelemetry.trace import get_current_span
 
         context = get_current_span().get_span_context()
         if not context.is_valid:
             return headers
-        given = [] if headers is None else list(headers)
+        given = headers or []
         if any(name == HEADER for name, _ in given):
             return given
         return [*given, (HEADER, text_of(context))]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
+from pxrs.arguments import shown
 from pxrs.errors import InvalidRecord
 from pxrs.model import microseconds_of
 
 Headers = list[tuple[str, bytes | None]]
+GivenHeaders = Mapping[str, bytes | None] | Iterable[tuple[str, bytes | None]]
+"""What `send` takes as headers: only pairs can have a name more than once."""
 
 
 def bytes_of(name: str, given: object) -> bytes | None:
@@ -22,16 +25,20 @@ def bytes_of(name: str, given: object) -> bytes | None:
     raise InvalidRecord(f"the {name} is {type(given).__name__}; give bytes, str or None")
 
 
-def headers_of(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
+def headers_of(headers: GivenHeaders) -> Headers:
     """The headers, checked. Raises InvalidRecord."""
-    try:
-        pairs = [(name, bytes_of("header", content)) for name, content in headers]
-    except (TypeError, ValueError) as error:
-        raise InvalidRecord(f"headers are pairs of a name and bytes: {error}") from None
-    for name, _ in pairs:
+    given = headers.items() if isinstance(headers, Mapping) else headers
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise InvalidRecord(f'headers is {shown(given)}: give a mapping such as {{"name": b"..."}}, or a list of pairs')
+    pairs: Headers = []
+    for pair in given:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InvalidRecord(f'the header {shown(pair)} is no pair: give ("name", b"...")')
+        name, content = pair
         if not isinstance(name, str):
-            raise InvalidRecord(f"the header name {name!r} is no str")
+            raise InvalidRecord(f"the header name {shown(name)} is {type(name).__name__}; give str")
         _utf8("header name", name)
+        pairs.append((name, bytes_of(f"header {shown(name)}", content)))
     return pairs
 
 

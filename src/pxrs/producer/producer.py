@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Final, Self
@@ -26,7 +26,7 @@ from pxrs.hashing import hash_named
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.producer.chunks import RowDetails
-from pxrs.producer.fields import bytes_of, headers_of, microseconds
+from pxrs.producer.fields import GivenHeaders, bytes_of, headers_of, microseconds
 from pxrs.producer.outbox import SMALL_BYTES, Limits
 from pxrs.producer.receipts import Receipt, RowReceipt, SentBatch, TableReceipt, copy_of
 from pxrs.producer.sending import LATE_S, SLICE_BYTES_MAX, SendingThread
@@ -107,12 +107,13 @@ class Producer:
         self,
         value: bytes | str | None,
         key: bytes | str | None = None,
-        headers: Iterable[tuple[str, bytes | None]] | None = None,
+        headers: Mapping[str, bytes | None] | Iterable[tuple[str, bytes | None]] | None = None,
         timestamp: int | datetime | None = None,
         partition: int | None = None,
     ) -> Receipt:
         """Send one message; str is taken as UTF-8. The receipt's `result()` waits until it is durable.
 
+        headers:   {name: bytes}, or pairs of both, in which a name may appear more than once.
         timestamp: microseconds since 1970, or a datetime with a time zone; now if none is given.
         partition: else that of the key's hash. Messages without a key are spread over the partitions in runs: see
                    docs/log.md.
@@ -205,7 +206,7 @@ class Producer:
         self,
         value: bytes | str | None,
         key: bytes | str | None,
-        headers: Iterable[tuple[str, bytes | None]] | None,
+        headers: GivenHeaders | None,
         timestamp: int | datetime | None,
         partition: int | None,
     ) -> Receipt:
@@ -215,9 +216,9 @@ class Producer:
         if plain_key is not key or plain_value is not value:
             return self.send(plain_value, plain_key, headers, timestamp, partition)
         size = len(plain_key or b"") + len(plain_value or b"")
-        if (tracing := self.sending.tracing) is not None:
-            headers = tracing.add_current(headers)
         header_list = None if headers is None else headers_of(headers)
+        if (tracing := self.sending.tracing) is not None:
+            header_list = tracing.add_current(header_list)
         if header_list:
             size += sum(len(name) * _UTF8_BYTES_MAX + len(content or b"") + PAIR_BYTES for name, content in header_list)
         if size > MESSAGE_BYTES_MAX:

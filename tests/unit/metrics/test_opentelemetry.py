@@ -113,6 +113,14 @@ def test_v2_a_batch_is_a_span_that_its_messages_name_and_consumers_link_to(hub: 
     assert received.attributes["messaging.consumer.group.name"] == "loop"
 
 
+def test_v2_a_span_is_added_to_headers_that_are_a_mapping(hub: Hub, traced: Traced) -> None:
+    hub.create_topic("t", partitions=1)
+    with hub.producer("t") as out, traced.tracer.start_as_current_span("request") as request:
+        out.send(b"1", b"k", headers={"a": b"b"})
+    (message,) = hub.topic("t").messages(0)
+    assert message.headers == [("a", b"b"), (HEADER, text_of(request.get_span_context()))]
+
+
 def test_v2_a_handler_runs_in_a_span_of_its_message(hub: Hub, traced: Traced) -> None:
     hub.create_topic("t", partitions=1)
     with hub.producer("t") as out:

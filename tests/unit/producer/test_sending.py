@@ -91,6 +91,44 @@ def test_text_headers_times_and_nulls(single: tuple[Fickle, Producer]) -> None:
     assert before <= times[2] <= time.time_ns() // 1000
 
 
+def test_headers_may_be_a_mapping(single: tuple[Fickle, Producer]) -> None:
+    topic, out = single
+    given: dict[str, bytes | None] = {"a": b"b", "n": None}
+    out.send(b"1", headers=given)
+    out.send(b"2", headers={"text": b"x"})
+    out.send(b"3", headers={})
+    out.send(b"4", headers=iter([("pair", b"y")]))
+    out.flush()
+    assert topic.column("headers") == [
+        [{"key": "a", "value": b"b"}, {"key": "n", "value": None}],
+        [{"key": "text", "value": b"x"}],
+        [],
+        [{"key": "pair", "value": b"y"}],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"a": 1}, "the header 'a' is int; give bytes, str or None"),
+        ({5: b"x"}, "the header name 5 is int; give str"),
+        ([("a", b"x", b"y")], r"the header ('a', b'x', b'y') is no pair"),
+        (["ab"], "the header 'ab' is no pair"),
+        (["trace"], "the header 'trace' is no pair"),
+        ("trace", "headers is 'trace': give a mapping"),
+        (3, "headers is 3: give a mapping"),
+    ],
+    ids=str,
+)
+def test_headers_of_another_kind_are_refused_with_the_value_that_is_wrong(
+    single: tuple[Fickle, Producer], headers: Any, named: str
+) -> None:
+    _, out = single
+    with pytest.raises(InvalidRecord) as caught:
+        out.send(b"x", headers=headers)
+    assert named in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "message",
     [
