@@ -16,6 +16,7 @@ it end then, and are opened on the next connection.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -39,6 +40,8 @@ DIAL_S_MAX = 1.5
 """After this, a member that neither accepts nor refuses is passed over."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5
 ATTEMPT_S_MIN = 1.0
+REFUSALS_MIN = 3
+"""So many refused connections, at least, tell that no member listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,12 @@ class Link:
         certificates: Certificates | None,
         login: Login | None,
         timeout_s: float,
+        refused_s: float = math.inf,
     ) -> None:
-        """`where` names the cluster in messages."""
-        self.timeout_s = timeout_s
+        """where: names the cluster in messages. refused_s: how long the first connection is tried while every member
+        refuses it."""
+        self.timeout_s, self._refused_s = timeout_s, refused_s
+        self._was_connected = False
         self.where = where
         self._targets = tuple(targets)
         self._certificates, self._login = certificates, login
@@ -178,7 +184,8 @@ class Link:
             self._dialling.release()
 
     def _dial_in_turn(self, until: float) -> tuple[Connection, Metadata]:
-        pause_s, failures = PAUSE_S_MIN, 0
+        pause_s, failures, refused = PAUSE_S_MIN, 0, 0
+        began = time.monotonic()
         while True:
             try:
                 connection = self._connect(until)
@@ -186,6 +193,7 @@ class Link:
                     self._log_in(connection, until)
             except grpc.RpcError as error:
                 self._why = fault_of(error).text
+                refused = refused + 1 if "Connection refused" in self._why else 0
             except ValueError as error:
                 self._check_open()
                 self._why = str(error)  # another call has given the connection up
@@ -194,6 +202,10 @@ class Link:
                 return taken
             if time.monotonic() + pause_s >= until:
                 raise RegistryUnavailable(f"{self.where}: {self._why}")
+            is_refused = refused >= max(REFUSALS_MIN, len(self._targets)) and not self._was_connected
+            if is_refused and time.monotonic() - began >= self._refused_s:
+                tried = f"at each of {refused} attempts; is etcd running there?"
+                raise RegistryUnavailable(f"{self.where}: {self._why}, {tried}")
             failures += 1
             if failures % len(self._targets) == 0:
                 self._closed.wait(pause_s)
@@ -214,6 +226,7 @@ class Link:
         except BaseException:
             self._give_up(connection)
             raise
+        self._was_connected = True
         return connection
 
     def _log_in(self, connection: Connection, until: float) -> None:

@@ -14,6 +14,7 @@ On failure: `link.py` says what is repeated and what is not.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -57,12 +58,16 @@ class EtcdRegistry(Registry):
         certificates: Certificates | None,
         login: Login | None,
         timeout_s: float,
+        refused_s: float = math.inf,
     ) -> None:
+        """refused_s: how long the first connection is tried while every member refuses it."""
         super().__init__(url)
         self.timeout_s = timeout_s
         self._root = f"/{namespace}/".encode()
+        # Renewals wait for a member that is started again: the first connection of `_keys` was made before.
         self._keys, self._renewals = (
-            Link(url, targets, certificates=certificates, login=login, timeout_s=timeout_s) for _ in range(2)
+            Link(url, targets, certificates=certificates, login=login, timeout_s=timeout_s, refused_s=seconds)
+            for seconds in (refused_s, math.inf)
         )
         self._narrowing = Narrowing()
         self._stream = Stream(self._keys, ignored=self._root + _OURS)

@@ -25,7 +25,7 @@ from pxrs.remote.client.appends import PutStreams
 from pxrs.remote.client.arming import Armed, Arms
 from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import ControlStream, Hello
-from pxrs.remote.client.faults import AWAY, Refused, Unanswered
+from pxrs.remote.client.faults import AWAY, NothingListens, Refused, Unanswered
 from pxrs.remote.client.limits import Limits
 from pxrs.remote.client.link import Link
 from pxrs.remote.client.settings import AWAY_S, LOST_S, Settings
@@ -75,6 +75,12 @@ class Connection:
         """What the server has said last when this process connected to it. Connects if needed."""
         return self._link.take(time.monotonic() + timeout_s).hello
 
+    def await_first(self, until: float) -> None:
+        """If no server has ever answered, wait until one does, also while connections are refused. Raises Unanswered at
+        this moment of the monotonic clock, Closed, and why the server refuses this client."""
+        if not self._link.was_connected:
+            self._link.take(until, is_patient=True)
+
     def call(
         self, name: str, arguments: Mapping[str, Any], timeout_s: float, *, is_renewal: bool = False
     ) -> dict[str, Any]:
@@ -122,7 +128,7 @@ class Connection:
         while True:
             try:
                 return self.call(name, arguments, max(0.0, until - time.monotonic()))
-            except Refused:
+            except (NothingListens, Refused):
                 raise
             except (Unanswered, *AWAY) as error:
                 self.check_open()

@@ -54,6 +54,13 @@ class Refused(Unanswered):
         super().__init__(text, was_sent=False)
 
 
+class NothingListens(Unanswered):
+    """No server was ever reached, and every server of the address has refused each connection for some time."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, was_sent=False)
+
+
 def error_in(failure: Any) -> PxrsError | None:
     """The error of pxrs that a server has put into the trailing metadata of a failed call."""
     for name, value in failure.trailing_metadata() or ():

@@ -28,7 +28,7 @@ from pxrs.errors import Closed, InvalidUrl, PxrsError, Unauthenticated
 from pxrs.remote.client import tls
 from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import ControlStream, Hello
-from pxrs.remote.client.faults import AWAY, Refused, Unanswered
+from pxrs.remote.client.faults import AWAY, NothingListens, Refused, Unanswered
 from pxrs.remote.client.settings import Settings
 from pxrs.waiting import start_thread
 
@@ -36,6 +36,11 @@ _logger = logging.getLogger(__name__)
 
 CONNECT_S_MAX: Final = 5.0
 """After this, a server that neither accepts nor refuses is passed over."""
+REFUSALS_MIN: Final = 3
+"""So many attempts to connect are refused before `take` raises NothingListens: a server that is started again refuses
+connections for a moment."""
+REFUSED_GAP_S: Final = 2.0
+"""What was refused so long before the next attempt does not count: nobody needed a connection in between."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 0.25
 """Seconds between two attempts to connect. Short, because a lease is renewed four times in its ttl: a client whose
 server was away for half of a ttl may have a quarter of it left, and needs some of that for the renewal (W2)."""
@@ -72,6 +77,11 @@ class Link:
         """Why the last server that answered will not serve this client; None once it may."""
         self._why = "nothing came in time"
         """Why there is no stream now."""
+        self._refused = 0
+        """How many of the latest attempts to connect were refused, one after the other without another outcome or a
+        pause of REFUSED_GAP_S."""
+        self._refused_at = self._refused_last = 0.0
+        """When the first and the last of them were, on the monotonic clock."""
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self.last_hello: Hello | None = None
@@ -95,9 +105,13 @@ class Link:
         with self._changed:
             self._needs -= 1
 
-    def take(self, until: float) -> ControlStream:
+    def take(self, until: float, *, is_patient: bool = False) -> ControlStream:
         """The stream, once there is one. Raises Unanswered at this moment of the monotonic clock; Closed; and at once
-        why the server refuses this client."""
+        why the server refuses this client.
+
+        is_patient: wait until then also for a first connection that is refused again and again; otherwise
+                    NothingListens is raised after `Settings.refused_s`."""
+        began = time.monotonic()
         with self._changed:
             self._check_open()
             if self._stream is not None:
@@ -107,6 +121,8 @@ class Link:
                 while self._stream is None:
                     if self._refusal is not None:
                         raise copy.copy(self._refusal)
+                    if not is_patient:
+                        self._check_listening(began)
                     left = until - time.monotonic()
                     if left <= 0:
                         raise Unanswered(self._why_not(), was_sent=False)
@@ -115,6 +131,16 @@ class Link:
                 return self._stream
             finally:
                 self._needs -= 1
+
+    def _check_listening(self, began: float) -> None:
+        """Raise NothingListens if every attempt to connect was refused for `Settings.refused_s`, at least one to each
+        server, and one since the caller began to wait; and no server has ever answered. Under the lock."""
+        is_enough = self._refused >= max(REFUSALS_MIN, len(self._settings.targets)) and self._refused_last >= began
+        is_long = self._refused_last - self._refused_at >= self._settings.refused_s
+        if is_enough and is_long and not self.was_connected:
+            raise NothingListens(
+                f"no server answers: {self._why}, at each of {self._refused} attempts; is `pxrs serve` running there?"
+            )
 
     def _why_not(self) -> str:
         if self.was_connected:
@@ -209,12 +235,22 @@ class Link:
             if str(error) != self._why:
                 _logger.info("%s cannot be reached: %s", self._settings.shown, error)
             self._why = str(error)
+            self._count_refusal(isinstance(error, Unanswered) and "Connection refused" in str(error))
             is_final = isinstance(error, Refused | InvalidUrl) or (
                 isinstance(error, PxrsError) and not isinstance(error, AWAY)
             )
             if is_final:
                 self._refusal = error
             self._changed.notify_all()
+
+    def _count_refusal(self, is_refused: bool) -> None:
+        """After an attempt to connect that has failed. Under the lock."""
+        now = time.monotonic()
+        if not is_refused or now - self._refused_last > REFUSED_GAP_S:
+            self._refused, self._refused_at = 0, now
+        if is_refused:
+            self._refused += 1
+            self._refused_last = now
 
     def _note_goodbye(self) -> None:
         with self._changed:

@@ -25,7 +25,7 @@ from pxrs.log.contract import DamagedTopic, Log, TopicLog
 from pxrs.model import Topic
 from pxrs.registry.limit import seconds_left
 from pxrs.remote import wire
-from pxrs.remote.client.faults import AWAY, Unanswered
+from pxrs.remote.client.faults import AWAY, NothingListens, Unanswered
 from pxrs.remote.client.routed import THREADS_MAX, RoutedTopic
 from pxrs.remote.client.routes import AskedRoutes, Peers
 from pxrs.remote.client.session import Session
@@ -80,7 +80,7 @@ class RemoteLog(Log):
             except (Unanswered, *AWAY) as error:
                 self._session.connection()
                 was_sent |= isinstance(error, Unanswered) and error.was_sent
-                if time.monotonic() < until:
+                if time.monotonic() < until and not isinstance(error, NothingListens):
                     continue
                 if was_sent:
                     raise OutcomeUnknown(

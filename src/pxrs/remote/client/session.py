@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pxrs import dropped
 from pxrs.errors import Closed, ReadFailed, UsedAfterFork
 from pxrs.remote.client.connection import PAUSE_S_MAX, PAUSE_S_MIN, Connection, acquire, release
-from pxrs.remote.client.faults import AWAY, Refused, Unanswered
+from pxrs.remote.client.faults import AWAY, NothingListens, Refused, Unanswered
 from pxrs.remote.client.settings import Settings
 from pxrs.remote.client.subscriptions import TopicSubscriptions
 from pxrs.waiting import seconds_left
@@ -59,7 +59,7 @@ class Session:
                 return attempt(connection, until)
             except (Unanswered, *AWAY) as error:
                 self.connection()  # raises Closed if the log was closed meanwhile
-                if isinstance(error, Refused) or connection.settings.is_direct:
+                if isinstance(error, NothingListens | Refused) or connection.settings.is_direct:
                     raise ReadFailed(f"{self.url}: {error}") from error
                 if time.monotonic() + pause_s >= until:
                     raise ReadFailed(f"{self.url}: {error}; {connection.given_up(connection.patience_s)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ PORT: Final = 7077
 """The port of an address that names none: the one on which `pxrs serve` listens by default."""
 TIMEOUT_S: Final = 10.0
 PATIENCE_S: Final = 60.0
+REFUSED_S: Final = 2.0
+"""How long the first connection is tried while nothing listens at any of the servers. An address with a `timeout` asks
+for that time instead: its program may start before its server."""
 AWAY_S: Final = 1.0
 """How long a call waits for the first connection to a single broker."""
 LOST_S: Final = 0.2
@@ -52,6 +56,8 @@ class Settings:
     is_direct: bool = False
     """The server is a broker, and is asked for partitions that it owns itself (`routes`). If it cannot be reached, the
     caller asks who owns them now, so nothing waits for it for longer than AWAY_S."""
+    refused_s: float = REFUSED_S
+    """How long the first connection is tried while every server of the address refuses it."""
 
     @classmethod
     def of(cls, address: Address) -> Self:
@@ -75,6 +81,7 @@ class Settings:
             _certificates(address),
             address.file("token_file"),
             os.environ.get(TOKEN_VARIABLE) or None,
+            refused_s=math.inf if "timeout" in address.options else REFUSED_S,
         )
         found.token()
         return found

@@ -65,8 +65,10 @@ def connected(url: str, token: str | None) -> Iterator[Connection]:
 
 def ask(connection: Connection, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Make a call that may be repeated. Raises what the server answers; RegistryUnavailable if it stays away."""
+    patience_s = connection.patience_s
     try:
-        return connection.ask(call, arguments, connection.patience_s)
+        connection.await_first(time.monotonic() + patience_s)
+        return connection.ask(call, arguments, patience_s)
     except Unanswered as error:
         raise RegistryUnavailable(f"{connection.settings.shown}: {error}") from error
 
@@ -84,7 +86,9 @@ class Patience:
     @contextmanager
     def channel(self) -> Iterator[Channel]:
         """The channel to a server, which may be away for a while. Raises Unanswered."""
-        with self._connection.channel(time.monotonic() + self._connection.patience_s) as channel:
+        until = time.monotonic() + self._connection.patience_s
+        self._connection.await_first(until)
+        with self._connection.channel(until) as channel:
             yield channel
 
     def note_progress(self) -> None:
