@@ -60,7 +60,7 @@ def _open_remote(address: Address) -> Log:
     except ImportError as error:
         if (error.name or "").startswith("pxrs"):
             raise
-        raise MissingDependency(f"pxrs: needs {error.name}: pip install 'pxrs[remote]'", name=error.name) from error
+        raise MissingDependency.of_extra("pxrs:", error.name, "remote") from error
     return client.open_log(address)
 
 

@@ -136,7 +136,7 @@ def test_without_etcd_the_error_says_what_to_install(
     monkeypatch.setattr(local.shutil, "which", lambda name: None)
     found = call("cluster", "up", "--dir", str(tmp_path))
     assert (found.code, found.out) == (3, "")
-    assert "pip install 'pxrs[cluster]'" in found.errors
+    assert "pip install '.[cluster]'" in found.errors
     assert "--registry URL" in found.errors
 
 

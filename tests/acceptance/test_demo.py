@@ -104,14 +104,14 @@ def test_x19_a_step_that_comes_when_all_is_done_sends_more_and_nothing_is_left_i
     assert result.returncode == 0, result.stdout + result.stderr
     in_order(
         [
-            "without Spark: pyspark is missing: pip install 'pxrs[spark]'",
+            "without Spark: pyspark is missing: pip install '.[spark]'",
             "100 messages are being sent",
             "anna was killed; the others own her partitions after",
             " messages are done",
             "49 more messages are being sent",
             "no zombie here",
             "the account is exact",
-            "no chart: the chart needs matplotlib: pip install 'pxrs[demo]'",
+            "no chart: the chart needs matplotlib: pip install '.[demo]'",
         ],
         result.stdout,
     )

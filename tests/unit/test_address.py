@@ -168,7 +168,8 @@ def test_a_missing_driver_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> No
             f"registry.open('{scheme}://127.0.0.1:1')"
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert f"pip install 'pxrs[{extra}]'" in result.stderr, result.stderr
+        assert f"{scheme}: needs {module}" in result.stderr, result.stderr
+        assert f"pip install '.[{extra}]' in a checkout of pxrs" in result.stderr, result.stderr
         assert MissingDependency.__name__ in result.stderr
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import pxrs
 from pxrs import errors
 from pxrs.errors import BY_CODE, LogError, PxrsError, RemoteCause
 from pxrs.errors.wire import Shown, field_names, from_dict, to_dict
@@ -90,6 +91,27 @@ def test_the_text_begins_with_what_happened_and_is_no_python_literal(kind: type[
     text = str(made(kind))
     assert not text.startswith((kind.__name__, "'", '"', "(", "pxrs."))
     assert inspect.getdoc(kind)
+
+
+def test_a_missing_module_is_named_with_what_needs_it_and_commands_that_install_it() -> None:
+    """There is no release on an index: `pip install 'pxrs[etcd]'` would fail, or install something else."""
+    error = errors.MissingDependency.of_extra("etcd:", "grpc", "etcd")
+    assert (error.name, str(error)) == (
+        "grpc",
+        "etcd: needs grpc: pip install '.[etcd]' in a checkout of pxrs, or pip install "
+        f"'pxrs-{pxrs.__version__}-py3-none-any.whl[etcd]' with the wheel",
+    )
+
+
+def test_no_message_advises_to_install_pxrs_from_an_index() -> None:
+    root = Path(__file__).parents[2]
+    found = [
+        path
+        for folder in ("src", "deploy", "examples")
+        for path in (root / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc" and "pip install 'pxrs[" in path.read_text(errors="ignore")
+    ]
+    assert [path for path in found if path.name != "general.py"] == []
 
 
 def test_an_unknown_code_becomes_the_nearest_base_that_is_known() -> None:

@@ -161,7 +161,7 @@ def test_a_backoff_is_over(pxrs_hub, pxrs_clock):
 
 
 def test_servers_name_the_extra_that_they_need():
-    with pytest.raises(pxrs.errors.MissingDependency, match=r"pxrs\\[testing\\]"):
+    with pytest.raises(pxrs.errors.MissingDependency, match=r"psutil: pip install '.\\[testing\\]'"):
         importlib.import_module("pxrs.testing.servers")
 """
 

@@ -290,7 +290,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, text: 
 
 def test_without_pyspark_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"pxrs\[spark\]"):
+    with pytest.raises(MissingDependency, match=r"pyspark: pip install '.\[spark\]'"):
         load(tmp_path / "file.py")
 
 

@@ -113,9 +113,7 @@ def broker(
         from pxrs.server.serving import ServerSettings
         from pxrs.server.settings import ServerLimits
     except ImportError as error:
-        raise MissingDependency(
-            f"pxrs broker needs {error.name}: pip install 'pxrs[remote]'", name=error.name
-        ) from error
+        raise MissingDependency.of_extra("pxrs broker", error.name, "remote") from error
     placement_named(placement)
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):

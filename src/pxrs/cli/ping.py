@@ -37,7 +37,7 @@ def ping(
         from pxrs.remote.client.ping import ping as ping_server
         from pxrs.remote.client.settings import Settings
     except ImportError as error:
-        raise MissingDependency(f"pxrs ping needs {error.name}: pip install 'pxrs[remote]'", name=error.name) from error
+        raise MissingDependency.of_extra("pxrs ping", error.name, "remote") from error
     settings = replace(Settings.of(parse(at)), timeout_s=timeout)
     found = ping_server(settings, count)
     is_tls = settings.certificates is not None

@@ -105,9 +105,7 @@ def serve(
         from pxrs.server.descriptors import connections_within
         from pxrs.server.serving import ServerSettings
     except ImportError as error:
-        raise MissingDependency(
-            f"pxrs serve needs {error.name}: pip install 'pxrs[remote]'", name=error.name
-        ) from error
+        raise MissingDependency.of_extra("pxrs serve", error.name, "remote") from error
     if is_server(directory):
         raise InvalidArgument(f"{directory} is the address of another server: give the hub's directory")
     check_listen(listen, is_open=auth is None and not insecure)

@@ -96,9 +96,7 @@ def storage(
         from pxrs.cluster.storage.settings import StorageLimits
         from pxrs.server.descriptors import connections_within
     except ImportError as error:
-        raise MissingDependency(
-            f"pxrs storage needs {error.name}: pip install 'pxrs[remote]'", name=error.name
-        ) from error
+        raise MissingDependency.of_extra("pxrs storage", error.name, "remote") from error
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):
         raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")

@@ -124,5 +124,5 @@ def _access() -> ModuleType:
         import pxrs.web.serving  # noqa: F401 - needs uvicorn
         from pxrs.web import access
     except ImportError as error:
-        raise MissingDependency(f"the web page needs {error.name}: pip install 'pxrs[web]'", name=error.name) from error
+        raise MissingDependency.of_extra("the web page", error.name, "web") from error
     return access

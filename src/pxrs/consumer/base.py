@@ -215,7 +215,7 @@ class BaseConsumer(ABC, Generic[P]):
         try:
             from pxrs.consumer.transactions import transactions
         except ImportError as error:
-            raise MissingDependency("transactions need SQLAlchemy: pip install 'pxrs[sql]'") from error
+            raise MissingDependency.of_extra("`transactions`", error.name, "sql") from error
         return transactions(self._hand_out, engine, max_messages, self)
 
     def run(self, handler: Handler, threads: int = 1) -> None:

@@ -66,6 +66,11 @@ class MissingDependency(PxrsError, ImportError):
         self.what = what
         super().__init__(what, name=name)
 
+    @classmethod
+    def of_extra(cls, user: str, name: str | None, extra: str) -> Self:
+        """user: what needs the module `name`, which the extra of pxrs with this name brings."""
+        return cls(f"{user} needs {name}: {installing(extra)}", name=name)
+
     def state(self) -> dict[str, object]:
         return {**super().state(), "name": self.name}  # ImportError keeps it outside `vars`
 
@@ -128,6 +133,23 @@ class RetentionPostponed(PxrsError):
     """Retention of a topic with `keep_unread` removes nothing for now; the message says why and what to do."""
 
     code = "retention-postponed"
+
+
+def installing(extra: str) -> str:
+    """How to install the packages of an extra of pxrs, for error messages.
+
+    There is no release of pxrs on a package index yet, so `pip install 'pxrs[...]'` would fail, or install something
+    else. With the first release this becomes f"pip install 'pxrs[{extra}]'"."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and needed for errors alone
+
+    try:
+        number = version("pxrs")
+    except PackageNotFoundError:  # run from a folder of sources
+        number = "VERSION"
+    return (
+        f"pip install '.[{extra}]' in a checkout of pxrs, or pip install 'pxrs-{number}-py3-none-any.whl[{extra}]' "
+        "with the wheel"
+    )
 
 
 def differing(what: str, differences: Mapping[str, tuple[object, object]]) -> str:

@@ -15,9 +15,7 @@ try:
     from prometheus_client import core
     from prometheus_client.exposition import choose_encoder
 except ImportError as error:
-    raise MissingDependency(
-        f"metrics for Prometheus need {error.name}: pip install 'pxrs[metrics]'", name=error.name
-    ) from error
+    raise MissingDependency.of_extra("the page of metrics for Prometheus", error.name, "metrics") from error
 
 _BOUNDS: Final = (*map(prometheus_client.utils.floatToGoString, BUCKETS_S), "+Inf")
 

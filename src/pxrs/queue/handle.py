@@ -101,7 +101,7 @@ class QueueHandle:
             try:
                 from pxrs.queue.enlist import put_in
             except ImportError as error:
-                raise MissingDependency("connection= needs SQLAlchemy: pip install 'pxrs[sql]'") from error
+                raise MissingDependency.of_extra("connection=", error.name, "sql") from error
             put_in(connection, self.store, put)
         return put.record.id
 

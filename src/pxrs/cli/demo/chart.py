@@ -31,7 +31,7 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependency("the chart needs matplotlib: pip install 'pxrs[demo]'") from error
+        raise MissingDependency.of_extra("the chart", "matplotlib", "demo") from error
     figure = Figure(figsize=(11, 8), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     speeds, lags, owners = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 3.4))

@@ -26,6 +26,7 @@ import pxrs
 from pxrs.cli.demo.child import end, how_it_ended
 from pxrs.cli.demo.orders import Totals
 from pxrs.errors import MissingDependency, UnknownGroup
+from pxrs.errors.general import installing
 from pxrs.spark.java import find_java
 
 SOURCE: Final = "orders"
@@ -51,7 +52,7 @@ _SETTINGS: Final = {
 def missing() -> str | None:
     """Why Spark cannot be used here, and what to do; None if it can."""
     if importlib.util.find_spec("pyspark") is None:
-        return "pyspark is missing: pip install 'pxrs[spark]'"
+        return f"pyspark is missing: {installing('spark')}"
     try:
         find_java()
     except MissingDependency as error:

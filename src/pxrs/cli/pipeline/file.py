@@ -20,7 +20,7 @@ def load(file: Path) -> list[Pipeline]:
     """The pipelines that a file defines, in the order of their definition, without those that it imports. Raises
     InvalidPipeline, MissingDependency."""
     if importlib.util.find_spec("pyspark") is None:
-        raise MissingDependency("Spark needs pyspark: pip install 'pxrs[spark]'")
+        raise MissingDependency.of_extra("a pipeline", "pyspark", "spark")
     if not file.is_file():
         raise InvalidPipeline(f"there is no file {file}")
     folder = str(file.absolute().parent)

@@ -36,7 +36,6 @@ def open(address: Address) -> Registry:
         if (error.name or "").startswith("pxrs"):
             raise
         extra = "oracle" if address.scheme == "oracle" else "sql"
-        message = f"{address.scheme} needs {error.name}: pip install 'pxrs[{extra}]'"
-        raise MissingDependency(message, name=error.name) from error
+        raise MissingDependency.of_extra(f"{address.scheme}:", error.name, extra) from error
     registry: Registry = module.open(address, SYSTEM)
     return registry

@@ -132,7 +132,7 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
     try:
         import sqlalchemy
     except ImportError as error:
-        raise MissingDependency("a SQL table needs sqlalchemy: pip install 'pxrs[sql]'", name="sqlalchemy") from error
+        raise MissingDependency.of_extra("a SQL table", "sqlalchemy", "sql") from error
     if isinstance(url_or_engine, sqlalchemy.Engine):
         return url_or_engine, False
     try:
@@ -159,6 +159,4 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
         raise InvalidUrl(f"{url.drivername}: SQLAlchemy knows no such database") from None
     except ImportError as error:
         extra = "oracle" if url.get_backend_name() == "oracle" else "sql"
-        raise MissingDependency(
-            f"{url.drivername} needs {error.name}: pip install 'pxrs[{extra}]'", name=error.name
-        ) from error
+        raise MissingDependency.of_extra(f"{url.drivername}:", error.name, extra) from error

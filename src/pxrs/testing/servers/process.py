@@ -22,7 +22,7 @@ from pxrs.testing.forked import Forked
 try:
     import psutil
 except ImportError as error:
-    raise MissingDependency("pxrs.testing.servers needs psutil: pip install 'pxrs[testing]'") from error
+    raise MissingDependency.of_extra("pxrs.testing.servers", "psutil", "testing") from error
 
 START_S_MAX = 30.0
 STOP_S_MAX = 10.0
