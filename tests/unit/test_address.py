@@ -35,6 +35,11 @@ from pxrs.registry.address import PASSWORD_VARIABLE, parse
         ("file://otherhost/dir", "is a host"),
         ("file:dir?timeout=soon", "give seconds"),
         ("etcd://", "empty host"),
+        ("etcd:localhost:2379", "^etcd: is the address of a server: write etcd://HOST:PORT, with two slashes$"),
+        ("pxrs:localhost:7077", "write pxrs://HOST:PORT"),
+        ("postgresql:hunter2@h/d", "^postgresql: is the address of a server: write postgresql://HOST:PORT, with"),
+        ("~/data", "'~' is expanded by a shell alone"),
+        ("file:~", "'~' is expanded by a shell alone"),
         ("etcd://root:hun?ter2@h:2379", "write it as %3F"),
         ("etcd://h:99999", "port"),
         ("zookeeper://h:x/", "port"),
@@ -49,6 +54,11 @@ from pxrs.registry.address import PASSWORD_VARIABLE, parse
 def test_a_bad_address_is_refused_with_its_reason(url: str, reason: str) -> None:
     with pytest.raises(InvalidUrl, match=reason):
         registry.open(url)
+
+
+def test_a_host_without_a_scheme_is_refused_with_the_address_of_a_server() -> None:
+    with pytest.raises(InvalidUrl, match="'localhost:7077' looks like a host: write pxrs://localhost:7077 for"):
+        pxrs.open("localhost:7077")
 
 
 @pytest.mark.parametrize(
@@ -87,8 +97,9 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
     for url in (path, path / "below"):
-        with pytest.raises(InvalidUrl, match="director"):
-            registry.open(url)
+        for opens in (registry.open, pxrs.open):
+            with pytest.raises(InvalidUrl, match=f"{path} is a file; give a directory"):
+                opens(url)
     assert path.read_text() == "mine"
 
 

@@ -57,6 +57,21 @@ def test_what_was_sent_is_read(hub: Hub) -> None:
         list(topic.messages(partition, 3))
 
 
+def test_an_unknown_topic_of_a_directory_that_is_not_there_tells_of_the_directory(tmp_path: Path) -> None:
+    missing = tmp_path / "mistyped"
+    with pxrs.open(missing) as hub:
+        for ask in (hub.topic, hub.producer, hub.delete_topic):
+            with pytest.raises(UnknownTopic) as caught:
+                ask("orders")
+            assert caught.value.__notes__ == [
+                f"there is no directory {missing}: is the path right? create_topic would make it"
+            ]
+        hub.create_topic("other")
+        with pytest.raises(UnknownTopic) as caught:
+            hub.topic("orders")
+        assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_topic_is_a_table(hub: Hub) -> None:
     topic = hub.create_topic("orders", partitions=3)
     assert topic.to_arrow().num_rows == 0

@@ -30,6 +30,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
 DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
 """Scheme of a SQL database -> the driver that pxrs uses. An address may name it as SQLAlchemy does: the scheme
 postgresql+psycopg is the same as postgresql."""
+_SERVERS = ("postgresql", "oracle", "etcd", "zookeeper", "pxrs")
+"""Schemes whose addresses name hosts."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -89,15 +91,20 @@ class Address:
             raise InvalidUrl(f"{self.text}: {host!r} is a host; write file:DIR or file:///absolute/dir")
         if not path:
             raise InvalidUrl(f"{self.text}: which directory? Write file:DIR")
+        if path == "~" or path.startswith("~/"):
+            raise InvalidUrl(
+                f"{path}: '~' is expanded by a shell alone: write os.path.expanduser({path!r}), or ./{path}"
+            )
         directory = Path(path).absolute()
         try:
-            is_file = directory.exists() and not directory.is_dir()
+            there = next(each for each in (directory, *directory.parents) if each.exists())
+            is_file = not there.is_dir()
         except PermissionError as error:
             raise InvalidUrl(f"the url {shown(path)} cannot be used: {disk.explain(error, directory)}") from error
         except OSError as error:
             raise InvalidUrl(f"the url {shown(path)} names no directory: {error.strerror}") from error
         if is_file:
-            raise InvalidUrl(f"{directory} is a file; give a directory")
+            raise InvalidUrl(f"{there} is a file; give a directory")
         return directory
 
     def credentials(self) -> tuple[str | None, str | None]:
@@ -165,12 +172,17 @@ def parse(url: str | os.PathLike[str]) -> Address:
     if isinstance(url, os.PathLike):
         return Address("file", text)
     if _HOST_PORT.fullmatch(text) or (_HOST_NAME.fullmatch(text) and not os.path.isdir(text)):
-        raise InvalidUrl(f"{text!r} looks like a host: write etcd://{text}, zookeeper://{text}, or ./{text} for a path")
+        raise InvalidUrl(
+            f"{text!r} looks like a host: write pxrs://{text} for a server of pxrs; as a registry also etcd://{text} "
+            f"or zookeeper://{text}; or ./{text} for a path"
+        )
     match = _SCHEME.fullmatch(text)
     if match is None:
         scheme, rest = "file", text
     else:
         scheme, rest = _without_driver(match[1].lower()), match[2]
+    if scheme in _SERVERS and not rest.startswith("//"):
+        raise InvalidUrl(f"{scheme}: is the address of a server: write {scheme}://HOST:PORT, with two slashes")
     rest, _, query = rest.partition("?")
     if rest.startswith("//") and "@" in query and "@" not in rest:
         raise InvalidUrl(f"{scheme}: the part before '@' has a '?': write it as %3F in a user name or password")

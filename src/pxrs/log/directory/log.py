@@ -103,6 +103,12 @@ class DirectoryLog(Log):
         created.is_name_durable = True
         return created
 
+    def _unknown(self, name: str) -> UnknownTopic:
+        error = UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
+        if not self._root.exists():
+            error.add_note(f"there is no directory {self._root}: is the path right? create_topic would make it")
+        return error
+
     def _exists(self, name: str) -> TopicExists:
         found = self._look_up(name)
         if isinstance(found, DamagedTopic) and isinstance(found.error, LogNotReadable):
@@ -152,7 +158,7 @@ class DirectoryLog(Log):
         with self._os_errors():
             found = self._look_up(name) if STORED_TOPIC_NAME.fullmatch(name) else None
         if found is None:
-            raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
+            raise self._unknown(name)
         if isinstance(found, DamagedTopic):
             raise found.error
         return self._opened(found)
@@ -194,7 +200,7 @@ class DirectoryLog(Log):
         with self._os_errors():
             found = self._look_up(name) if STORED_TOPIC_NAME.fullmatch(name) else None
             if found is None:
-                raise UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
+                raise self._unknown(name)
             try:
                 identity = self._names.release(name)
             except FileNotFoundError:  # another process has done it
