@@ -91,7 +91,7 @@ def test_an_error_is_one_line_that_says_what_to_do_and_no_traceback() -> None:
         (("registry", "scan", "kafka://host"), "unknown scheme 'kafka'; choose from"),
         (("registry", "scan", "localhost:2379"), "looks like a host"),
         (("registry", "ddl", "--dialect", "mysql"), "oracle"),
-        (("registry", "scan", "memory:", "no-slash"), "ends in a slash"),
+        (("registry", "scan", "memory:", "no-slash"), "end in a slash"),
     ):
         result = pxrs(*arguments)
         assert result.returncode != 0
