@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import ClientTokens, Insecure, Listen, RegistryWait, TlsClientCa, TlsKey
+from pxrs.cli.options import ClientTokens, Insecure, Listen, RegistryWait, TlsClientCa, TlsKey, file_bytes
 from pxrs.cli.serve import keep_beating, stopping_start, tls_credentials, with_limits
 from pxrs.cli.terminal import echo
-from pxrs.errors import Closed, InvalidArgument, MissingDependency
+from pxrs.errors import Closed, InvalidArgument, InvalidPlacement, MissingDependency
 from pxrs.metrics.health import Beat, Verdict
 from pxrs.registry.address import parse
 from pxrs.registry.outage import START_WAIT_S, StartWait
@@ -50,17 +51,36 @@ def broker(
     name: Annotated[str, typer.Option("--name", help="Shown by pxrs cluster status.")] = "",
     lease_s: Annotated[
         float,
-        typer.Option("--lease-s", min=1.0, help="How long without lease renewal until others take the partitions."),
+        typer.Option(
+            "--lease-s",
+            metavar="DURATION",
+            parser=duration(1),
+            help="How long without lease renewal until others take the partitions.",
+        ),
     ] = 6.0,
     node_timeout_s: Annotated[
-        float, typer.Option("--node-timeout-s", min=0.1, help="How long a storage node may take to answer.")
+        float,
+        typer.Option(
+            "--node-timeout-s",
+            metavar="DURATION",
+            parser=duration(0.1),
+            help="How long a storage node may take to answer.",
+        ),
     ] = 5.0,
     append_s: Annotated[
-        float, typer.Option("--append-s", min=0.1, help="How long an append waits for enough copies.")
+        float,
+        typer.Option(
+            "--append-s", metavar="DURATION", parser=duration(0.1), help="How long an append waits for enough copies."
+        ),
     ] = 10.0,
     copies_grace_s: Annotated[
         float,
-        typer.Option("--copies-grace-s", min=0.1, help="After how long the copies of a lost node are re-created."),
+        typer.Option(
+            "--copies-grace-s",
+            metavar="DURATION",
+            parser=duration(0.1),
+            help="After how long the copies of a lost node are re-created.",
+        ),
     ] = 10.0,
     placement: Annotated[
         str,
@@ -114,7 +134,10 @@ def broker(
         from pxrs.server.settings import ServerLimits
     except ImportError as error:
         raise MissingDependency.of_extra("pxrs broker", error.name, "remote") from error
-    placement_named(placement)
+    try:
+        placement_named(placement)
+    except InvalidPlacement as error:
+        raise typer.BadParameter(str(error), param_hint="--placement") from None
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):
         raise InvalidArgument("--registry memory: exists in this process only: give the registry of the cluster")
@@ -122,7 +145,9 @@ def broker(
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     server = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
     own = (None, None) if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes())
-    certificates = None if ca_file is None else Certificates(ca_file.read_bytes(), *own)
+    certificates = None if ca_file is None else Certificates(file_bytes("--ca-file", ca_file), *own)
+    if token_file is not None:
+        file_bytes("--token-file", token_file)
     wait = StartWait(registry_wait, f"the registry {parse(registry).shown}")
 
     def make() -> RunningBroker:

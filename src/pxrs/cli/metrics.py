@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import monitored
-from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, open_hub
+from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, check_places, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.errors import Closed, RegistryUnavailable
 from pxrs.metrics.health import always
@@ -32,7 +33,10 @@ def metrics(
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; a port alone is on 127.0.0.1.")
     ] = LISTEN_DEFAULT,
-    keep_s: Annotated[float, typer.Option("--keep-s", min=0.0, max=3600.0, help="How long results are cached.")] = 5.0,
+    keep_s: Annotated[
+        float,
+        typer.Option("--keep-s", metavar="DURATION", parser=duration(0, 3600), help="How long results are cached."),
+    ] = 5.0,
     registry_wait: RegistryWait = START_WAIT_S,
 ) -> None:
     """Export the lag of all groups and the sizes of topics and queues for Prometheus, until Ctrl-C or SIGTERM.
@@ -41,6 +45,8 @@ def metrics(
     """
     from pxrs.cli.hub_reading import HubReading, KeptReading
 
+    may_be_missing = at is not None
+    check_places(at, registry, may_be_missing=may_be_missing)
     stop, wait = SignalEvent(), StartWait(registry_wait, "the hub's server")
     hub: Hub | None = None
 
@@ -61,7 +67,7 @@ def metrics(
             kept = stack.enter_context(closing(KeptReading(read, keep_s)))
             stack.enter_context(monitored(listen, live=always, ready=kept.ready, tell=echo, read=kept.parts))
             # An address that is wrong ends the command. A registry that is away does not: its metrics say so.
-            hub = wait(lambda: hubs.enter_context(open_hub(at, registry)))
+            hub = wait(lambda: hubs.enter_context(open_hub(at, registry, may_be_missing=may_be_missing)))
             wait_for_signal(stop)
     except Closed:
         if not stop.is_set():

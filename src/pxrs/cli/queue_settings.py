@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import pxrs
+from pxrs.cli.amounts import duration
 from pxrs.cli.dead_letters import Name
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, open_hub
 from pxrs.cli.terminal import seconds_field
@@ -18,10 +19,20 @@ from pxrs.queue.policy import dump as plain_setting
 
 POLICY_HELP: Final = "How often an item may be delivered."
 Times = Annotated[int | None, typer.Option(help="With --policy consume-times: how many deliveries.")]
-Pause = Annotated[float | None, typer.Option(help="With --backoff fixed: how long to wait.")]
-First = Annotated[float | None, typer.Option(help="With --backoff exponential: how long to wait the first time.")]
+Pause = Annotated[
+    float | None, typer.Option(metavar="DURATION", parser=duration(), help="With --backoff fixed: how long to wait.")
+]
+First = Annotated[
+    float | None,
+    typer.Option(
+        metavar="DURATION", parser=duration(), help="With --backoff exponential: how long to wait the first time."
+    ),
+]
 Factor = Annotated[float | None, typer.Option(help="With --backoff exponential: factor from one wait to the next.")]
-Cap = Annotated[float | None, typer.Option(help="With --backoff exponential: the longest wait.")]
+Cap = Annotated[
+    float | None,
+    typer.Option(metavar="DURATION", parser=duration(), help="With --backoff exponential: the longest wait."),
+]
 Jitter = Annotated[
     float | None, typer.Option(help="With --backoff exponential: random variation, as a fraction of the wait.")
 ]
@@ -95,7 +106,7 @@ def backoff_of(name: BackoffName | None, options: dict[str, float | None]) -> Ba
     if name is BackoffName.EXPONENTIAL:
         return pxrs.ExponentialBackoff(**given)
     if not given:
-        raise typer.BadParameter("--backoff fixed needs --pause SECONDS")
+        raise typer.BadParameter("--backoff fixed needs --pause DURATION")
     return pxrs.FixedBackoff(**given)
 
 

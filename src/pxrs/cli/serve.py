@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
@@ -24,6 +25,7 @@ from pxrs.cli.options import (
     RegistryWait,
     TlsClientCa,
     TlsKey,
+    file_bytes,
     is_server,
     open_hub,
     reach,
@@ -50,7 +52,12 @@ _DEFAULTS: Final = ServerLimits()
 
 @exit_codes()
 def serve(
-    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The hub's directory, or memory:.")],
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY", envvar="PXRS_AT", help="The hub's directory, or memory:; by default PXRS_AT."
+        ),
+    ],
     registry: RegistryUrl = None,
     listen: Listen = LISTEN_DEFAULT,
     insecure: Insecure = False,
@@ -80,7 +87,13 @@ def serve(
         int, typer.Option("--append-mb-max", min=1, help="MiB received from all clients and not yet stored, at most.")
     ] = _DEFAULTS.append_bytes_max // _BYTES,
     drain_s: Annotated[
-        float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for calls in progress.")
+        float,
+        typer.Option(
+            "--drain-s",
+            metavar="DURATION",
+            parser=duration(0),
+            help="How long SIGTERM waits for calls in progress.",
+        ),
     ] = _DEFAULTS.drain_s,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
@@ -119,7 +132,7 @@ def serve(
     limits = with_limits(_DEFAULTS, named, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
-    with open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub:
+    with open_hub(directory, registry, makes_registry=True, may_be_missing=True, given_as="DIRECTORY") as hub:
         page = functools.partial(beside_server, hub, web, auth, insecure=insecure)
         wait = StartWait(registry_wait, f"the registry {hub.registry_address}")
         asyncio.run(_run(hub, settings, wait, page, is_tls=tls_cert is not None, metrics_listen=metrics_listen))
@@ -148,15 +161,15 @@ def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> 
 
 def tls_credentials(cert: Path | None, key: Path | None, client_ca: Path | None) -> object:
     """What gRPC needs for TLS, by the files that the options name; None if they name none. Raises InvalidArgument,
-    OSError."""
+    BadParameter."""
     import grpc
 
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:
         raise InvalidArgument("TLS needs both --tls-cert and --tls-key")
-    pair = (key.read_bytes(), cert.read_bytes())
-    root = None if client_ca is None else client_ca.read_bytes()
+    pair = (file_bytes("--tls-key", key), file_bytes("--tls-cert", cert))
+    root = None if client_ca is None else file_bytes("--tls-client-ca", client_ca)
     return grpc.ssl_server_credentials([pair], root, require_client_auth=client_ca is not None)
 
 

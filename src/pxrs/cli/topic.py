@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from pxrs.cli.amounts import duration, size
 from pxrs.cli.completion import TopicName
-from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
+from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, error_text, facts, show, tell_error, tell_warning
 from pxrs.cli.topic_changes import alter, settings_of
 from pxrs.cli.topic_copy import copy
@@ -38,12 +39,20 @@ def create(
     ] = "xxh64",
     codec: Annotated[str, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = "none",
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
-    retention: Annotated[float | None, typer.Option(help="How many seconds messages are kept.")] = None,
-    retention_bytes: Annotated[int | None, typer.Option(help="How many bytes of each partition are kept.")] = None,
+    retention: Annotated[
+        float | None,
+        typer.Option(metavar="DURATION", parser=duration(), help="How long messages are kept, such as 12h or 7d."),
+    ] = None,
+    retention_bytes: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=size, help="How much of each partition is kept, such as 10GB.")
+    ] = None,
     segment_s: Annotated[
         float | None,
         typer.Option(
-            "--segment-s", help="After how many seconds a new segment begins; by default a quarter of the retention."
+            "--segment-s",
+            metavar="DURATION",
+            parser=duration(),
+            help="After how long a new segment begins; by default a quarter of the retention.",
         ),
     ] = None,
     keep_unread: Annotated[
@@ -223,7 +232,7 @@ def describe(name: TopicName, at: At, registry: RegistryUrl = None, as_json: Jso
 def delete(
     name: TopicName,
     at: At,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     registry: RegistryUrl = None,
 ) -> None:
     """Remove a topic and all its messages."""
@@ -235,8 +244,7 @@ def delete(
         except (DamagedFrame, LogNotReadable) as damage:  # such a topic can be removed too
             tell_error(error_text(damage), type(damage).__name__)
             what = "all its messages (they cannot be counted)"
-        if not yes:
-            typer.confirm(f"Remove {name} and {what} for good?", abort=True)
+        confirm(f"Remove {name} and {what} for good?", yes)
         hub.delete_topic(name)
     typer.echo(f"removed {name} and {what}")
 

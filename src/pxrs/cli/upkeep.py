@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from pxrs.cli.command import Group
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored, refuse_metrics
-from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
+from pxrs.cli.options import AskedAt, At, Json, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.metrics.health import Beat, Readiness, Verdict
 from pxrs.waiting import SignalEvent
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pxrs.upkeep.janitor import UpkeepStatus
     from pxrs.upkeep.records import RoundReport
 
-app = typer.Typer()
+app = typer.Typer(cls=Group)  # it has options of its own
 _LOOK_S: Final = 1.0
 """How often the running process checks whether there is something new to print."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -31,7 +32,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 @exit_codes()
 def run(
     context: typer.Context,
-    at: MaybeAt = None,
+    at: AskedAt = None,
     registry: RegistryUrl = None,
     once: Annotated[bool, typer.Option("--once", help="Run one round now, whoever is the janitor, and exit.")] = False,
     metrics_listen: MetricsListen = None,
@@ -50,7 +51,7 @@ def run(
     if once:
         refuse_metrics(context, "--metrics-listen cannot be used with --once, which exits after one round")
     refuse_server(at, "pxrs upkeep", "a client cannot run its upkeep, only show it with `pxrs upkeep status`")
-    with open_hub(at, registry, needs_log=True) as hub:
+    with open_hub(at, registry, needs_log=True, may_be_missing=not once) as hub:
         if once:
             report = hub.run_upkeep()
             _print_round(report, as_json)

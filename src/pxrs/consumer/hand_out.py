@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pxrs.clock import Clock
 from pxrs.consumer.changes import Changes
@@ -56,12 +56,14 @@ class HandOut:
         prefetch_bytes: int,
         skips_trimmed: bool,
         ends: Mapping[int, int] | None,
+        place: Sequence[str] = (),
     ) -> None:
         """The keyword arguments are those of `Settling` and `ReadAhead`.
 
+        place: the options that name the hub on the command line, for messages.
         ends: with until="end", the offset at which each partition ends; otherwise None."""
         self.source, self.member, self.clock, self.lifetime = source, member, clock, lifetime
-        self.group, self.names = member.keys.group, names
+        self.group, self.names, self.place = member.keys.group, names, place
         self.lanes, self.changes = Lanes(self.group, names), Changes()
         self.read_ahead = ReadAhead(
             source,
@@ -208,7 +210,8 @@ class HandOut:
         if not self.member.session.are_meant_for_others(others):
             return False
         if short:
-            raise PartitionsPaused(self.group, self.names.named(sorted(lane.partition for lane in short)))
+            paused = self.names.named(sorted(lane.partition for lane in short))
+            raise PartitionsPaused(self.group, paused, self.source.name, self.place)
         return True
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pxrs.errors.general import InvalidArgument, PxrsError
 from pxrs.errors.registry import OutcomeUnknown, RegistryUnavailable
+from pxrs.wording import command, decisions
 
 Partition = int | tuple[str, int]
 """The number of a partition; or, for a member that reads several topics, a `pxrs.TopicPartition`."""
@@ -224,12 +225,19 @@ class PartitionsPaused(GroupError):
 
     code = "group.partitions-paused"
 
-    def __init__(self, group: str, partitions: Sequence[Partition]) -> None:
+    def __init__(self, group: str, partitions: Sequence[Partition], topic: str = "", place: Sequence[str] = ()) -> None:
+        """topic: of the partitions that are numbers alone. place: the options that name the hub on the command line."""
         self.group, self.partitions = group, tuple(partitions)
         names = _listed(self.partitions)
+        described = f"`{command('group', 'describe', group, *place)}`"
+        where = next((each if isinstance(each, tuple) else (topic, each) for each in self.partitions), ("", 0))
+        if not where[0]:
+            advice = f"{described} shows the message, and how to retry or to skip it"
+        else:
+            more = f"; {described} shows the others" if len(self.partitions) > 1 else ""
+            advice = f"continue with {decisions(group, *where, place)}{more}"
         super().__init__(
-            f"group {group}: partition {names} is paused before its end by a message that could not be handled; see "
-            f"`pxrs group describe {group}`, then run `pxrs group retry` or `pxrs group skip`"
+            f"group {group}: partition {names} is paused before its end by a message that was not handled; {advice}"
         )
 
 

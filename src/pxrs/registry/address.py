@@ -32,6 +32,8 @@ DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
 postgresql+psycopg is the same as postgresql."""
 _SERVERS = ("postgresql", "oracle", "etcd", "zookeeper", "pxrs")
 """Schemes whose addresses name hosts."""
+ALIASES = {"postgres": "postgresql"}
+"""Other spellings of schemes: libpq accepts both of these, and many services print the first."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -198,8 +200,9 @@ def parse(url: str | os.PathLike[str]) -> Address:
 def _without_driver(scheme: str) -> str:
     """Only the scheme is shown in the error: the rest may contain a password."""
     database, plus, driver = scheme.partition("+")
+    database = ALIASES.get(database, database)
     if not plus or database not in DRIVERS:
-        return scheme
+        return f"{database}{plus}{driver}"
     if driver != DRIVERS[database]:
         raise InvalidUrl(
             f"{scheme}: a registry in {database} is reached through {DRIVERS[database]}: write {database}:// or "

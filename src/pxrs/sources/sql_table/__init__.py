@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 from pxrs import arguments
 from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
-from pxrs.sources.sql_table.identity import Meaning, checked_id, has_misplaced_secret
+from pxrs.sources.sql_table.identity import Meaning, checked_id, checked_table, has_misplaced_secret
 from pxrs.sources.sql_table.pages import Stretch
 from pxrs.sources.sql_table.settled_end import SettledEnd
 from pxrs.sources.sql_table.source import SqlTable
@@ -46,7 +46,11 @@ CONNECT_S_MAX: Final = 10
 """How long a connection to PostgreSQL may take, unless the address or PGCONNECT_TIMEOUT says otherwise."""
 READ_S_MAX: Final = 60.0
 """How long a query may take: the default of `read_timeout`."""
-_DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
+_DRIVERS: Final = {
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+    "oracle": "oracle+oracledb",
+}
 
 
 # Over the limit: two thirds are the settings of a table and what each of them means.
@@ -88,6 +92,7 @@ def sql_table(
 
     Raises InvalidUrl, InvalidTopic, MissingDependency at once, and ReadFailed if the database cannot be reached.
     """
+    checked_table(table)
     if (value_column is None) == (value_columns is None):
         raise InvalidTopic(f"{table}: give either value_column or value_columns")
     if isinstance(value_columns, str) or value_columns == ():

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from pxrs.errors import InvalidTopic
+from pxrs.registry.address import ALIASES
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -112,7 +113,7 @@ def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | Non
 def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
     """Dialect, host, port and database of an address, in the canonical spelling. The host may be the folder of a Unix
     socket, or name a service of libpq. Version 0.1 ignored both, and options for host and port: see `identify`."""
-    dialect, database = url.get_backend_name(), url.database
+    dialect, database = ALIASES.get(url.get_backend_name(), url.get_backend_name()), url.database
     if dialect == "sqlite" and database not in (None, "", ":memory:"):
         database = str(Path(str(database)).resolve())
     host, port = url.host or _option(url, "host"), url.port or _option(url, "port")
@@ -130,6 +131,16 @@ def has_misplaced_secret(url: URL) -> bool:
     '@' or is preceded by a superfluous slash. Then neither may be shown."""
     is_in_database = url.get_backend_name() != "sqlite" and any(each in (url.database or "") for each in "@:")
     return "@" in (url.host or "") or is_in_database
+
+
+def checked_table(table: str) -> str:
+    """Check the name of a table that a user gives. An address in its place is not shown: it may contain a password."""
+    if "://" in table:
+        raise InvalidTopic(
+            "the table is given as an address: give the name of the table, NAME or SCHEMA.NAME, and the address of its "
+            "database as the url (--sql-table URL)"
+        )
+    return table
 
 
 def checked_id(id: str) -> str:
