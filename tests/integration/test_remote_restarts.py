@@ -121,7 +121,7 @@ def test_a_topic_is_deleted_with_all_that_the_registry_holds_of_it(server: HubSe
         assert topic.retention_problem() is None
         with hub.consumer("kept", "g"):
             eventually(lambda: hub.registry.scan(f"topics/{topic.id}/"))
-        with pytest.raises(LogNotWritable, match="the server does the upkeep"):
+        with pytest.raises(LogNotWritable, match="the server does the retention"):
             topic.retain()
         with pytest.raises(LogNotWritable, match="the server does the upkeep"):
             hub.run_upkeep()

@@ -93,9 +93,9 @@ def test_a_group_that_was_reset_counts_more_than_what_spark_remembers(hub: Hub) 
 def test_k4_a_second_query_and_a_consumer_are_kept_out(hub: Hub) -> None:
     second = replace(OPTIONS, lease_ttl=0.3)  # it waits for two of them
     with join_query(hub, OPTIONS):
-        with pytest.raises(GroupActive, match="alone"):
+        with pytest.raises(GroupActive, match="is used exclusively by"):
             join_query(hub, second)
-        with pytest.raises(GroupActive, match="alone"):
+        with pytest.raises(GroupActive, match="is used exclusively by"):
             hub.consumer("orders", "g")
     with hub.consumer("orders", "g", name="worker-7"), pytest.raises(GroupActive, match="worker-7"):
         join_query(hub, second)

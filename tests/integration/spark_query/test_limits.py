@@ -136,7 +136,7 @@ def test_x14_a_query_alone_does_not_leave_a_paused_partition_out(hub: Hub) -> No
     for ask in (lambda query: query.latest({}, None, None), lambda query: query.ranges({}, end)):
         with (
             join_query(hub, OPTIONS) as query,
-            pytest.raises(PartitionsPaused, match=r"partition 1, .*pxrs group retry"),
+            pytest.raises(PartitionsPaused, match=r"partition 1 is paused .*pxrs group retry"),
         ):
             ask(query)
     hub.group("g").retry("orders", 1)

@@ -64,7 +64,7 @@ class TestPartitions:
         place.do("ALTER TABLE orders ADD COLUMN price FLOAT")
         place.do("INSERT INTO orders (price) VALUES (1.5)")
         source = place.open(key_column="price")
-        with pytest.raises(InvalidRecord, match="price is a float"):
+        with pytest.raises(InvalidRecord, match="price has the type float"):
             source.read(0, 1)
 
     def test_values_are_text_bytes_or_json(self, place: Place) -> None:

@@ -97,7 +97,7 @@ class TestRefusals:
         book(batch, db)
         if what == "rollback":
             db.rollback()
-        with pytest.raises(InvalidGroup, match="the body"):
+        with pytest.raises(InvalidGroup, match="the loop"):
             db.commit() if what == "commit" else next(loop)
         loop.close()
         assert place.sum == 0
