@@ -113,10 +113,16 @@ class BackupManifest:
         for copied in manifest.files:
             for path in (copied.path, copied.place):
                 if path.startswith("/") or ".." in path.split("/"):
-                    raise BackupDamaged(file, f"it names a file outside the backup: {path}")
+                    raise BackupDamaged(
+                        file, f"the manifest names the file {path}, which is outside the backup: use another backup"
+                    )
             if copied.place and not copied.place.startswith(("logs/", "staging/")):
-                raise BackupDamaged(file, f"it names a file that no backup contains: {copied.place}")
+                raise BackupDamaged(
+                    file, f"the manifest names {copied.place}, a file that backups do not contain: use another backup"
+                )
         for name in (*(name for topic in manifest.topics for name in (topic.id, topic.name)), *manifest.deleted):
             if "/" in name or name in ("", ".", ".."):
-                raise BackupDamaged(file, f"it names a topic outside the hub: {name}")
+                raise BackupDamaged(
+                    file, f"the manifest contains the invalid topic name or id {name!r}: use another backup"
+                )
         return manifest

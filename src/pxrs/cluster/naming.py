@@ -21,7 +21,9 @@ def cluster_id(registry: Registry) -> str:
     try:
         made = json.dumps({"id": uuid.uuid4().hex}).encode()
         registry.commit(expect={CLUSTER_ID: ABSENT}, put={CLUSTER_ID: made})
-        unseen = OutcomeUnknown("the id of the cluster was removed while the process was starting")
+        unseen = OutcomeUnknown(
+            "another process removed the id of the cluster while this one was starting: start it again"
+        )
     except (Conflict, OutcomeUnknown) as error:
         unseen = error
     found = known_cluster_id(registry)

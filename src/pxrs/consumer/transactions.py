@@ -390,18 +390,21 @@ class _Taken:
         """Raise InvalidGroup if the user's code has ended the transaction, or has called `ack` or `seek`."""
         if self._transaction is None or not self._transaction.is_active:
             raise InvalidGroup(
-                "the loop body has ended the transaction: only the loop may do that; raise an exception to undo a batch"
+                "the loop body has committed or rolled back the transaction, which only the loop may do: remove that "
+                "call, and raise an exception to undo a batch"
             )
         lane = self._lane
         if not lane.is_lost and (lane.done != self._start or lane.position != self._end):
             raise InvalidGroup(
-                "`ack` or `seek` was called in the body of a transaction: the COMMIT acknowledges the batch"
+                "`ack` or `seek` was called in the body of a transaction: remove the call. The COMMIT of the "
+                "transaction acknowledges the batch"
             )
 
     def _refuse_commit(self) -> None:
         if not self._may_commit:
             raise InvalidGroup(
-                "commit was called in the loop body: the loop commits when it is asked for the next batch"
+                "commit was called in the loop body: remove the call. The loop commits when it is asked for the next "
+                "batch"
             )
 
     def _is_worth_another_try(self, error: DriverError) -> bool:

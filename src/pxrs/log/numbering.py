@@ -42,7 +42,7 @@ class Numbering:
     def place(self, number: int) -> TopicPartition:
         """The partition that has this number. Raises IndexError if there is none."""
         if not 0 <= number < self.count:
-            raise IndexError(f"there is no partition {number}; there are {self.count}")
+            raise IndexError(f"there is no partition {number}: valid numbers are at least 0 and less than {self.count}")
         at = bisect_right(self._bases, number) - 1
         return self._ids[at], number - self._bases[at]
 

@@ -102,7 +102,7 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
     result = shift = 0
     while True:
         if at >= len(view) or shift > 63:
-            raise MalformedMessage("a number is truncated or too long")
+            raise MalformedMessage("a varint is truncated or longer than 64 bits")
         byte = view[at]
         at += 1
         result |= (byte & 0x7F) << shift

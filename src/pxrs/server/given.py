@@ -41,7 +41,7 @@ class Given:
         if value is default:
             return value
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise InvalidArgument(f"{self.call}: {name} is not {what}")
+            raise InvalidArgument(f"{self.call}: {name} must be {what}")
         return value
 
     def text(self, name: str) -> str:
@@ -71,7 +71,7 @@ class Given:
     def wholes(self, name: str) -> list[int]:
         found = self._get(name, list, "a list of integers")
         if not all(type(each) is int for each in found):
-            raise InvalidArgument(f"{self.call}: {name} is not a list of integers")
+            raise InvalidArgument(f"{self.call}: {name} must be a list of integers")
         return list(found)
 
     def partitions(self) -> list[int]:
@@ -81,7 +81,7 @@ class Given:
     def texts(self, name: str) -> list[str]:
         found = self._get(name, list, "a list of strings", [])
         if not all(isinstance(each, str) for each in found):
-            raise InvalidArgument(f"{self.call}: {name} is not a list of strings")
+            raise InvalidArgument(f"{self.call}: {name} must be a list of strings")
         return list(found)
 
     def pairs(self, name: str) -> dict[int, int] | None:
@@ -91,7 +91,7 @@ class Given:
             return None
         for each in found:
             if not isinstance(each, list) or len(each) != 2 or not all(type(number) is int for number in each):
-                raise InvalidArgument(f"{self.call}: {name} is not a list of pairs of integers")
+                raise InvalidArgument(f"{self.call}: {name} must be a list of pairs of integers")
         return dict(found)
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Given:
     def versions(self, name: str) -> dict[str, int]:
         found = self.mapping(name)
         if not all(type(each) is int for each in found.values()):
-            raise InvalidArgument(f"{self.call}: {name} has a version that is not an integer")
+            raise InvalidArgument(f"{self.call}: each version in {name} must be an integer")
         return found
 
     def values(self, name: str) -> dict[str, bytes]:

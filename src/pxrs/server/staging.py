@@ -258,7 +258,9 @@ class PutStream(AppendStream):
                     await run(pool, functools.partial(upload.add, received))
                 finally:
                     self._budget.give_back(taken)
-            raise InvalidRecord("the stream ended before its last message; the file was discarded")
+            raise InvalidRecord(
+                "the stream ended before its last message, and the staged file was discarded: send it again"
+            )
         except OSError as error:
             raise log_error(error) from error
         finally:

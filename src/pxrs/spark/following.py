@@ -93,7 +93,11 @@ class Followed:
                 f"names; it reads {now}. {_GONE}"
             )
         if not missing.keys() <= self._ignored:
-            _logger.warning("the query continues without the topic %s, which its checkpoint names", named)
+            _logger.warning(
+                "Spark's checkpoint names the topic %s, which has been deleted, or which the query no longer names; "
+                "the query continues without it, as failOnDataLoss=false asks",
+                named,
+            )
             self._ignored |= missing.keys()
 
     def follow(self, start: Mapping[str, Any]) -> None:

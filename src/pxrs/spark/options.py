@@ -60,12 +60,18 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
     where = _read_from(given)
     starting = given.starting(where.topics, ("earliest", "latest", "committed"))
     if starting.word == "latest":
-        raise InvalidOption("startingOffsets", "a batch that starts at the latest offset reads nothing")
+        raise InvalidOption(
+            "startingOffsets",
+            "a batch read that starts at the latest offset reads nothing: give earliest, offsets or startingTimestamp",
+        )
     group = given.text("group")
     if starting.word == "committed" and group is None:
-        raise InvalidOption("group", "startingOffsets=committed needs the group whose checkpoints are used")
+        raise InvalidOption("group", "startingOffsets=committed reads from the checkpoints of a group: set group")
     if group is not None and starting.word != "committed":
-        raise InvalidOption("group", "a batch uses the checkpoints of a group only with startingOffsets=committed")
+        raise InvalidOption(
+            "group",
+            "a batch read uses a group's checkpoints only with startingOffsets=committed: set that, or remove group",
+        )
     return ReadOptions(
         where,
         group,

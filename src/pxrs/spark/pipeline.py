@@ -75,7 +75,10 @@ class Pipeline:
         """The messages that do not parse or that the function rejects, with the reason, as they go to the dead-letter
         topic."""
         if (found := self._bad(messages, messages.columns, self._call("collect"))) is None:
-            raise InvalidPipeline(f"{self.name} has no parse step, and its function does not call reject")
+            raise InvalidPipeline(
+                f"{self.name} has no parse step, and its function does not call reject, so no message can become a "
+                "dead letter: give parse=parse_json(...), or call reject in the function"
+            )
         return found
 
     def rejected(self, rows: DataFrame) -> DataFrame:
@@ -86,7 +89,10 @@ class Pipeline:
         call = self._call("collect")
         self._called(rows.select("*", F.struct("*").alias(MESSAGE)), call)
         if not call.collected:
-            raise InvalidPipeline(f"the function of {self.name} does not call reject")
+            raise InvalidPipeline(
+                f"the function of {self.name} does not call reject, so no row is rejected: call reject(rows, "
+                "condition, reason) in the function"
+            )
         return _united(call.collected).select(f"{MESSAGE}.*", F.col(REASON).alias("reason"))
 
     def rows_and_dead_letters(self, messages: DataFrame, whole: DataFrame) -> tuple[DataFrame, DataFrame]:

@@ -43,14 +43,14 @@ class Plan:
 def _text(given: Arguments, name: str) -> str:
     value = given.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 300:
-        raise InvalidArgument(f"{name} is missing, or is not a text of 1 to 300 characters")
+        raise InvalidArgument(f"{name} must be a string of 1 to 300 characters")
     return value
 
 
 def _whole(given: Arguments, name: str) -> int:
     value = given.get(name)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise InvalidArgument(f"{name} is missing, or is not a whole number of at least 0")
+        raise InvalidArgument(f"{name} must be an integer of at least 0")
     return value
 
 
@@ -60,7 +60,7 @@ def _ids(given: Arguments) -> list[str] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value) or len(value) > IDS_MAX:
-        raise InvalidArgument(f"ids is not a list of up to {IDS_MAX:,} ids")
+        raise InvalidArgument(f"ids must be a list of at most {IDS_MAX:,} ids")
     return value
 
 

@@ -213,7 +213,7 @@ def _number(request: Request, name: str, kind: Callable[[str], Any], default: An
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise InvalidArgument(f"{name} is not a number")
+        raise InvalidArgument(f"{name} must be a number")
     return found
 
 

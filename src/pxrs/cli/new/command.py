@@ -61,7 +61,7 @@ def new(
         raise FileExistsError(f"{name} exists already and is not an empty folder: choose another name, or remove it")
     project = rendered("queue" if is_queue else "topic", name, package)
     _write(folder, project)
-    typer.echo(f"made {name}: {package}/handlers.py, its tests, and README.md, which explains these commands\n")
+    typer.echo(f"created {name}: {package}/handlers.py, its tests, and README.md, which explains these commands\n")
     typer.echo("\n".join([f"  cd {name}", *(f"  {line}" for line in COMMAND.findall(project["README.md"]))]))
 
 

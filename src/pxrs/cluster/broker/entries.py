@@ -84,7 +84,7 @@ def load_state(data: bytes) -> dict[str, Any]:
     """The producers' state in the body of entry 0. Raises ValueError if it is malformed."""
     found = json.loads(data)
     if not isinstance(found, dict):
-        raise ValueError("the first entry of the ledger does not hold the state of producers")
+        raise ValueError("it is not a JSON object with the state of producers")
     return found
 
 

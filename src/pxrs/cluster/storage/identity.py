@@ -329,7 +329,10 @@ def _begin_doubt(registry: Registry, node: StorageNode, wait: StartWait) -> None
             record = LedgerRecord.parse(found.key, found.value)
             is_concerned = not record.is_closed and node.id in record.named
         except RegistryCorrupt as error:
-            _logger.error("a ledger is in doubt, because its record is damaged: %s", error)
+            _logger.error(
+                "the record of a ledger is damaged, so the node treats the ledger as in doubt (docs/cluster.md): %s",
+                error,
+            )
             is_concerned = True
         if is_ledger(name.id):
             partition = name.topic_id, name.partition
@@ -341,7 +344,7 @@ def _begin_doubt(registry: Registry, node: StorageNode, wait: StartWait) -> None
         try:
             number = OwnerRecord.parse(found.key, found.value).next - 1
         except RegistryCorrupt as error:
-            _logger.error("the ledgers of a partition are unknown, because its record is damaged: %s", error)
+            _logger.error("the record of a partition is damaged, so the node does not know its ledgers: %s", error)
             continue
         partition = topic_id, int(partition_number)
         highest[partition] = max(number, highest.get(partition, -1))

@@ -161,7 +161,7 @@ class Journal:
             try:
                 self._active.cut(self.end - self.bases[-1])
             except OSError as error:
-                _logger.warning("a failed write could not be truncated, so the next start will be in doubt: %s", error)
+                _logger.warning("cannot truncate a failed write, so the next start is in doubt: %s", error)
         self._active.close()
         self._files.clear()
 
@@ -241,7 +241,7 @@ class Journal:
             self._active.write(pieces, self.end - self.bases[-1])
             self._active.sync()
             if self._active.is_removed:  # a restart would not find what was written
-                raise FileNotFoundError(errno.ENOENT, "the segment file was removed while the node was running")
+                raise FileNotFoundError(errno.ENOENT, "the segment file was removed while in use; find what removes it")
         return position
 
     def _begin_segment(self) -> None:
@@ -278,7 +278,7 @@ class Journal:
             try:
                 os.truncate(segment_path(self.folder, before), base - before)
             except OSError as error:
-                _logger.warning("a failed write could not be truncated from the segment at %d: %s", before, error)
+                _logger.warning("cannot truncate a failed write; it takes up space in segment %d: %s", before, error)
 
     def _fail(self, batch: list[Write], error: OSError) -> None:
         STORAGE_FAILURES.of().add()

@@ -33,6 +33,10 @@ _MAGIC: Final = b"PXSMARK1"
 _CONTENT: Final = struct.Struct("<8s36s32s32sq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _SIZE: Final = _CONTENT.size + _CHECKSUM.size
+_UNWRITTEN: Final = (
+    "the mark file %s cannot be written. After a crash, the next start cannot prove that the journal is complete and "
+    "will be in doubt (docs/cluster.md, Damage and doubt): correct the cause and restart the node: %s"
+)
 
 
 def default_folder() -> Path | None:
@@ -63,12 +67,16 @@ class MarkFile:
         except FileNotFoundError:
             return None
         except OSError as error:
-            _logger.warning("the mark %s cannot be read: %s", self.path, error)
+            _logger.warning(
+                "the mark file %s cannot be read, so it proves nothing about the journal: %s", self.path, error
+            )
             return None
         try:
             data = os.pread(descriptor, _SIZE + 1, 0) if self._is_own(descriptor) else b""
         except OSError as error:
-            _logger.warning("the mark %s cannot be read: %s", self.path, error)
+            _logger.warning(
+                "the mark file %s cannot be read, so it proves nothing about the journal: %s", self.path, error
+            )
             return None
         finally:
             os.close(descriptor)
@@ -92,7 +100,7 @@ class MarkFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o600)
         except OSError as error:
-            _logger.warning("the mark %s cannot be written; the next start will be in doubt: %s", self.path, error)
+            _logger.warning(_UNWRITTEN, self.path, error)
             return
         self._starts = starts
         self.move(end)
@@ -109,7 +117,7 @@ class MarkFile:
             why = "it was written only in part"
         except OSError as error:
             why = str(error)
-        _logger.warning("the mark %s cannot be written; the next start will be in doubt: %s", self.path, why)
+        _logger.warning(_UNWRITTEN, self.path, why)
         self.remove()
 
     def remove(self) -> None:
@@ -120,7 +128,7 @@ class MarkFile:
         except FileNotFoundError:
             pass
         except OSError as error:  # it belongs to another user, or is a directory: it is not believed either
-            _logger.warning("the mark %s cannot be removed: %s", self.path, error)
+            _logger.warning("the mark file %s cannot be removed; remove it by hand: %s", self.path, error)
 
     def close(self) -> None:
         """Leave the mark as it is."""

@@ -110,7 +110,7 @@ class ServedFile(NewFile):
 
     def finish(self) -> Staged:
         if self._is_discarded:
-            raise ValueError("the staged file was discarded")
+            raise ValueError("this staged file was discarded and cannot be finished: create a new one")
         self._spool.flush()
         with self._staging.connected() as connection:
             self._name = self._send(connection)

@@ -53,7 +53,10 @@ class EtcdLease:
             if answer.TTL <= 0 or not read.kvs:
                 raise LeaseExpired(f"lease {self.id} has ended in etcd")
             if answer.header.raft_term != read.header.raft_term:
-                raise RegistryUnavailable(f"{self._link.where}: the leader changed while lease {self.id} was renewed")
+                raise RegistryUnavailable(
+                    f"{self._link.where}: etcd's leader changed while lease {self.id} was renewed, so the renewal may "
+                    "be lost: renew again"
+                )
             return float(answer.TTL)
 
         timeout_s = min(self.ttl / RENEWALS_PER_TTL, self._link.timeout_s)

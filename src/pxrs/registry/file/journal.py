@@ -337,7 +337,10 @@ class Journal:
             os.link(scratch, generation.entry(self.number + 1))
         except (FileExistsError, FileNotFoundError):
             if not os.path.exists(scratch):
-                raise RegistryUnavailable(f"{scratch} was removed while it was being committed") from None
+                raise RegistryUnavailable(
+                    f"{scratch}, a temporary file of this commit, was removed before the commit was published, and "
+                    f"nothing was changed: try again, and exclude {self.root} from programs that remove temporary files"
+                ) from None
             self.torn = False
             return None
         try:

@@ -167,7 +167,10 @@ class Database(ABC):
         try:
             connection, generation = self._pools[pool].take(deadline)
         except TimeoutError as error:
-            raise RegistryUnavailable(f"{self.url}: all connections were busy for {self.timeout:g} s") from error
+            raise RegistryUnavailable(
+                f"{self.url}: all connections of this process were busy for {self.timeout:g} s (`timeout` of the "
+                "address): try again, give a longer timeout, or use fewer threads"
+            ) from error
         session = self._session(connection, deadline)
         try:
             yield session
@@ -241,7 +244,10 @@ class Database(ABC):
     def _connect_in_time(self, deadline: float) -> Any:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise RegistryUnavailable(f"{self.url}: no connection within {self.timeout:g} s")
+            raise RegistryUnavailable(
+                f"{self.url}: could not connect within {self.timeout:g} s (`timeout` of the address): check that the "
+                "database is reachable, or give a longer timeout"
+            )
         return self._connect(left)
 
 

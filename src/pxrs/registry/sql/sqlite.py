@@ -250,7 +250,9 @@ class SqliteDatabase(Database):
             self.check_in_place(connection)
         except OSError as error:
             connection.close()
-            raise RegistryUnavailable(f"{self.url}: the file was removed while it was being opened: {error}") from error
+            raise RegistryUnavailable(
+                f"{self.url}: the file was removed while this process opened it; try again: {error}"
+            ) from error
         except RegistryError:
             connection.close()
             raise

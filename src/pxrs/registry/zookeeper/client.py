@@ -39,6 +39,7 @@ UNSENT_MAX = 160
 """How many requests of one session may wait to be sent. kazoo's pipe holds a byte for some 270."""
 UNSENT_PAUSE_S = 0.02
 """How long a request waits before it looks again whether there is room to be sent."""
+_LEFT = "this process has left the ZooKeeper session to expire and makes no further connection"
 LEAVE_S_MAX = 1.0
 """How long `Client.leave` waits for kazoo's thread, which has nothing more to do than to notice."""
 
@@ -207,11 +208,11 @@ class Line(ConnectionHandler):  # type: ignore[misc]
 
     def _connect(self, host: str, hostip: str, port: int) -> Any:
         if self.is_left:
-            raise ConnectionDropped("the session was abandoned")
+            raise ConnectionDropped(_LEFT)
         began = self.clock.now()
         read_timeout_ms, connect_timeout_ms = super()._connect(host, hostip, port)
         if self.is_left:
-            raise ConnectionDropped("the session was abandoned")
+            raise ConnectionDropped(_LEFT)
         self.granted_s = round(read_timeout_ms * 1.5) / 1000  # kazoo waits for two thirds of it
         self.touched_at = began
         return read_timeout_ms, connect_timeout_ms

@@ -124,7 +124,7 @@ class Session(ABC):
         except (KazooException, KazooTimeoutError):
             raise
         except Exception as error:
-            raise ConnectionLoss(f"kazoo could not read an answer: {error!r}") from error
+            raise ConnectionLoss(f"a reply of ZooKeeper could not be decoded: {error!r}") from error
 
     def gather(self, ask: Callable[[str], Any], paths: Iterable[str]) -> Iterator[Any]:
         """The answers to a request for each path, in order, None where there is no node. Each answer has a bound of its

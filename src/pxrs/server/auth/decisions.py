@@ -105,7 +105,7 @@ def _announce(grants: Grants, names: Names, call: str, arguments: Arguments) -> 
 def _create_topic(grants: Grants, names: Names, call: str, arguments: Arguments) -> bool:
     settings = arguments.get("settings")
     if not isinstance(settings, Mapping):
-        raise InvalidArgument(f"{call}: settings is not an object")
+        raise InvalidArgument(f"{call}: settings must be an object")
     return grants.may("topic", _text(call, settings, "name"), "admin")
 
 
@@ -163,21 +163,21 @@ def _commit(grants: Grants, names: Names, call: str, arguments: Arguments) -> bo
 def _text(call: str, arguments: Arguments, name: str) -> str:
     value = arguments.get(name)
     if not isinstance(value, str):
-        raise InvalidArgument(f"{call}: {name} is not a string")
+        raise InvalidArgument(f"{call}: {name} must be a string")
     return value
 
 
 def _texts(call: str, arguments: Arguments, name: str) -> Collection[str]:
     found = arguments.get(name, [])
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise InvalidArgument(f"{call}: {name} is not a list of strings")
+        raise InvalidArgument(f"{call}: {name} must be a list of strings")
     return found
 
 
 def _mapping(call: str, arguments: Arguments, name: str) -> Mapping[str, Any]:
     found = arguments.get(name, {})
     if not isinstance(found, Mapping):
-        raise InvalidArgument(f"{call}: {name} is not an object")
+        raise InvalidArgument(f"{call}: {name} must be an object")
     return found
 
 

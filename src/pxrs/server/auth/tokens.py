@@ -130,7 +130,7 @@ def load(data: bytes) -> Tokens:
     if version != VERSION:
         raise InvalidArgument(f"its version is {str(version)[:20]}, but this pxrs supports {VERSION}: upgrade pxrs")
     if not isinstance(entries, list) or len(entries) > TOKENS_MAX:
-        raise InvalidArgument(f"`tokens` is not a list of at most {TOKENS_MAX:,} entries")
+        raise InvalidArgument(f"`tokens` must be a list of at most {TOKENS_MAX:,} entries")
     return Tokens.of(_entry(number, each) for number, each in enumerate(entries, 1))
 
 
@@ -138,7 +138,7 @@ def _entry(number: int, found: Any) -> Token:
     try:
         allow = found["allow"]
         if not isinstance(allow, list) or not all(isinstance(each, str) for each in allow):
-            raise InvalidArgument("`allow` is not a list of grants")
+            raise InvalidArgument("`allow` must be a list of grants")
         token = Token(
             _matching(_ID, found["id"], "id"),
             _matching(_NAME, found["name"], "name"),
