@@ -327,5 +327,5 @@ def test_a_forged_manifest_cannot_name_anything_outside_the_new_hub(
 ) -> None:
     whole = BackupManifest("id", "hub", 0, 0, "there", "shown", "now", 0, "1")
     (tmp_path / "backup.json").write_bytes(with_checksum(forged(whole).dump()))
-    with pytest.raises(BackupDamaged, match="the manifest (names|contains)"):
+    with pytest.raises(BackupDamaged, match=r"the manifest (names|contains)"):
         verify(tmp_path, lambda progress: None)

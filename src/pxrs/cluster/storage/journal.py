@@ -241,7 +241,7 @@ class Journal:
             self._active.write(pieces, self.end - self.bases[-1])
             self._active.sync()
             if self._active.is_removed:  # a restart would not find what was written
-                raise FileNotFoundError(errno.ENOENT, "the segment file was removed while in use: see docs/cluster.md")
+                raise FileNotFoundError(errno.ENOENT, "the segment file was removed while in use; find what removes it")
         return position
 
     def _begin_segment(self) -> None:

@@ -39,7 +39,7 @@ UNSENT_MAX = 160
 """How many requests of one session may wait to be sent. kazoo's pipe holds a byte for some 270."""
 UNSENT_PAUSE_S = 0.02
 """How long a request waits before it looks again whether there is room to be sent."""
-_LEFT = "this process has closed the ZooKeeper session and connects no more"
+_LEFT = "this process has left the ZooKeeper session to expire and makes no further connection"
 LEAVE_S_MAX = 1.0
 """How long `Client.leave` waits for kazoo's thread, which has nothing more to do than to notice."""
 
