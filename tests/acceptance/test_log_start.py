@@ -252,7 +252,7 @@ def test_a_start_that_was_written_holds_before_the_segments_are_gone(
         unlink(path, *arguments, **named)
 
     monkeypatch.setattr(os, "unlink", fail)
-    with pytest.raises(PxrsError, match="not permitted"):
+    with pytest.raises(PxrsError, match="may not write"):
         opened(tmp_path).retain(0)
     monkeypatch.undo()
     topic = opened(tmp_path)

@@ -107,7 +107,7 @@ def test_the_numbers_are_those_of_describe(hub: Hub, call: Call, through: str) -
 
 def test_what_needs_attention_is_told_the_urgent_first(hub: Hub) -> None:
     told = Looker(hub, has_log=True, place=["--at", "my data"]).look().attention
-    paused = "1 of 4 partitions paused by a message that failed: `pxrs group describe billing --at 'my data'` shows how"
+    paused = "1 of 4 partitions paused at a failed message: `pxrs group describe billing --at 'my data'` shows how"
     letters = "see `pxrs queue dead list mail --at 'my data'`, then `pxrs queue dead retry mail --at 'my data'`"
     assert [(each.kind, each.name, each.text) for each in told if each.is_urgent] == [
         ("group", "billing", f"{paused} to continue"),

@@ -196,6 +196,7 @@ WRONG: dict[str, list[tuple[str, ...]]] = {
     "registry scan": [(), ("nowhere",), ("kafka://h",), ("data/registry", "--limit", "0")],
     "registry get": [("data/registry",), ("nowhere", "k")],
     "registry adopt": [(), NOWHERE],
+    "new": [(), ("class",), ("1x",)],
     "demo": [("--messages", "1"), ("--registry", "memory:")],
 }
 """By command, arguments that it refuses with exit code 2."""

@@ -137,7 +137,7 @@ def test_other_methods_are_refused(endpoint: Endpoint) -> None:
 
 
 def test_a_port_in_use_is_an_error_that_may_pass(endpoint: Endpoint) -> None:
-    with pytest.raises(CannotListen, match="cannot serve metrics on"):
+    with pytest.raises(CannotListen, match="cannot listen for metrics on"):
         Endpoint(endpoint.address, lambda accept: (b"", ""))
 
 

@@ -110,7 +110,7 @@ def test_headers_may_be_a_mapping(single: tuple[Fickle, Producer]) -> None:
 @pytest.mark.parametrize(
     ("headers", "named"),
     [
-        ({"a": 1}, "the header 'a' is int; give bytes, str or None"),
+        ({"a": 1}, "the header 'a' must be bytes, str or None, not int"),
         ({5: b"x"}, "the header name 5 must be str, not int"),
         ([("a", b"x", b"y")], r"the header ('a', b'x', b'y') is not a pair"),
         (["ab"], "the header 'ab' is not a pair"),
