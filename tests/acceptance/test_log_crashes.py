@@ -227,7 +227,7 @@ def test_l3_after_a_failed_sync_the_log_goes_on_in_a_new_segment(tmp_path: Path)
 
     steps = faults.Steps()
     steps.step = no_sync  # type: ignore[method-assign]
-    with faults.counted(steps), pytest.raises(AppendFailed, match="not certain"):
+    with faults.counted(steps), pytest.raises(AppendFailed, match="is unknown until the append is tried again"):
         offsets_of(topic.append([Append.encoded(0, records(b"lost"))]))
     other = opened(tmp_path)
     assert values(other) == [b"1"]
