@@ -40,7 +40,7 @@ def decisions(group: str, topic: str, partition: int, place: Sequence[str] = ())
 
 
 def paused_advice(group: str, paused: Sequence[tuple[str, int]], place: Sequence[str] = ()) -> str:
-    """How a group continues of which these partitions, each a topic and a number, are paused. place: as in `decisions`."""
+    """How a group continues whose partitions, each a topic and a number, are paused. place: as in `decisions`."""
     shown = f"; `{command('group', 'describe', group, *place)}` shows the others" if len(paused) > 1 else ""
     return f"continue with {decisions(group, *paused[0], place)}{shown}"
 

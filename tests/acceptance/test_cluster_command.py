@@ -151,7 +151,7 @@ def test_a_registry_without_a_cluster_is_no_cluster(call: Call, tmp_path: Path) 
     with pxrs.open(tmp_path / "hub") as hub:
         hub.create_topic("orders")
     found = call("cluster", "status", "--registry", f"file:{tmp_path}/hub/registry")
-    assert found.code == 1
+    assert found.code == 2
     assert "no registry" in found.errors or "there is no cluster in" in found.errors
 
 

@@ -318,10 +318,10 @@ def test_the_retention_of_a_topic_is_given_with_units(call: Call) -> None:
         topic = hub.topic("new").topic
     assert (topic.retention_s, topic.retention_bytes, topic.segment_s) == (604_800, 10**10, 21_600)
     altered = call("topic", "alter", "new", *AT, "--retention", "2w", "--retention-bytes", "none")
-    assert "new: retention is 1.2096e+06 now" in altered.out, altered
+    assert "new: retention changed from 604800 to 1.2096e+06" in altered.out, altered
     refused = call("topic", "alter", "new", *AT, "--retention", "a week")
     assert "--retention" in refused.errors
-    assert "'a week' is no duration: give seconds, or a number with s, m, h, d or w" in refused.errors
+    assert "'a week' is not a duration: give seconds, or a number with s, m, h, d or w" in refused.errors
     assert "or none" in refused.errors
 
 
@@ -427,7 +427,7 @@ def test_check_takes_the_directory_from_the_environment(call: Call) -> None:
     given = call("check", "nowhere", PXRS_AT="data")
     assert (given.code, "nowhere" in given.errors) == (2, True), "the argument takes precedence"
     served = call("check", PXRS_AT="pxrs://127.0.0.1:1")
-    assert (served.code, "on the server's host, with the hub's directory" in served.errors) == (2, True)
+    assert (served.code, "run `pxrs check` on its host with the hub's directory" in served.errors) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["events", "audit"])

@@ -64,7 +64,7 @@ def test_an_unknown_topic_of_a_directory_that_is_not_there_tells_of_the_director
             with pytest.raises(UnknownTopic) as caught:
                 ask("orders")
             assert caught.value.__notes__ == [
-                f"there is no directory {missing}: is the path right? create_topic would make it"
+                f"the directory {missing} does not exist: check the path; create_topic creates it"
             ]
         hub.create_topic("other")
         with pytest.raises(UnknownTopic) as caught:

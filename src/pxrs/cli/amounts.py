@@ -22,7 +22,7 @@ def seconds_of(text: str) -> float:
     try:
         return float(text) if found is None else float(Fraction(found[1]) * UNITS_S[found[2]])
     except (ValueError, OverflowError):
-        raise ValueError(f"{text!r} is no duration: give {DURATION_FORMS}") from None
+        raise ValueError(f"{text!r} is not a duration: give {DURATION_FORMS}") from None
 
 
 def bytes_of_size(text: str) -> int:
@@ -35,7 +35,7 @@ def bytes_of_size(text: str) -> int:
         size = Fraction(found[1]) * (1024 if found[3] else 1000) ** power
         return int(text) if size.denominator != 1 else int(size)
     except ValueError:
-        raise ValueError(f"{text!r} is no size: give {SIZE_FORMS}") from None
+        raise ValueError(f"{text!r} is not a size: give {SIZE_FORMS}") from None
 
 
 def duration(least: float | None = None, most: float | None = None) -> Callable[[str | float], float]:

@@ -230,7 +230,8 @@ class PartitionsPaused(GroupError):
         self.advice = advice or f"`{command('group', 'describe', group)}` shows how to continue"
         names = _listed(self.partitions)
         super().__init__(
-            f"group {group}: partition {names} is paused before its end by a message that was not handled; {self.advice}"
+            f"group {group}: partition {names} is paused before its end by a message that could not be handled; "
+            f"{self.advice}"
         )
 
 

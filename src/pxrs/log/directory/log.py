@@ -106,7 +106,7 @@ class DirectoryLog(Log):
     def _unknown(self, name: str) -> UnknownTopic:
         error = UnknownTopic(name, [topic.name for topic in self.topics() if not is_internal(topic.name)])
         if not self._root.exists():
-            error.add_note(f"there is no directory {self._root}: is the path right? create_topic would make it")
+            error.add_note(f"the directory {self._root} does not exist: check the path; create_topic creates it")
         return error
 
     def _exists(self, name: str) -> TopicExists:
