@@ -95,7 +95,7 @@ def add(
         )
     if "://" not in url:
         raise typer.BadParameter(
-            "this is not the address of a database, such as postgresql://HOST/DATABASE; the table's name goes to --table",
+            "this is not a database address such as postgresql://HOST/DATABASE; the table's name goes to --table",
             param_hint="--sql-table" if sql_table is not None else variable_of(name),
         )
     columns = value_column or []
