@@ -577,8 +577,8 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, namespace: str) -> 
     [
         ("zookeeper://h:2181/a/../b", "path"),
         ("zookeeper://h:2181/a//b", "path"),
-        ("zookeeper://h:2181/zookeeper", "own"),
-        ("zookeeper://h:2181?namespace=zookeeper", "own"),
+        ("zookeeper://h:2181/zookeeper", "reserved by ZooKeeper"),
+        ("zookeeper://h:2181?namespace=zookeeper", "reserved by ZooKeeper"),
         ("zookeeper://ann@h:2181", "password"),
         ("zookeeper://h:2181?retries=3", "retries"),
         ("zookeeper://h:2181?timeout=soon", "timeout"),

@@ -101,7 +101,7 @@ def test_x14_a_pause_is_logged_with_what_was_raised_and_where(
     assert isinstance(record.exc_info[1], ValueError)
     fields = ("group", "topic", "partition", "offset", "error_type")
     assert [getattr(record, name) for name in fields] == ["g", "t", 0, 0, "ValueError"]
-    assert str(paused.value).endswith(f", short of the end; continue with {commands}")
+    assert str(paused.value).endswith(f"that could not be handled; continue with {commands}")
 
 
 def test_x14_each_try_of_a_retry_is_logged_the_first_alone_with_its_traceback(

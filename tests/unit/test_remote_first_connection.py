@@ -92,7 +92,7 @@ def test_what_was_refused_long_ago_does_not_count(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(settings, "REFUSED_S", 0.0)
     monkeypatch.setattr(settings, "TIMEOUT_S", 0.8)
     monkeypatch.setattr(link_module, "REFUSED_GAP_S", 0.0)
-    with pytest.raises(ReadFailed, match=r"given up after 0.8 s"):
+    with pytest.raises(ReadFailed, match=r"gave up after 0.8 s"):
         in_log(lambda log: log.topics())(NOWHERE)
 
 
@@ -106,7 +106,7 @@ def test_one_refusal_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_address_with_a_timeout_has_its_program_wait_for_that_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "REFUSED_S", 0.0)
-    with pytest.raises(ReadFailed, match=r"given up after 0.8 s \(`timeout` of the address\)"):
+    with pytest.raises(ReadFailed, match=r"gave up after 0.8 s \(`timeout` in the address\)"):
         in_log(lambda log: log.topics())(f"{NOWHERE}?timeout=0.8")
 
 

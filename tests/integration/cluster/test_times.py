@@ -121,7 +121,7 @@ def test_a_process_that_has_ended_is_told_of_with_its_log(cluster: ClusterProces
     """Otherwise the tests that follow would run with a node too few."""
     node = cluster.nodes[3]
     node.process.kill()
-    with pytest.raises(ServerFailed, match=r"(?s)node3: .* has ended with code -9:.*storage node"):
+    with pytest.raises(ServerFailed, match=r"(?s)node3: .* exited with code -9:.*storage node"):
         cluster.wait_until_whole(registry)
     node.process.start(wait=False)
     cluster.wait_until_whole(registry)
