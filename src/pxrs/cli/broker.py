@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
@@ -50,17 +51,36 @@ def broker(
     name: Annotated[str, typer.Option("--name", help="Shown by pxrs cluster status.")] = "",
     lease_s: Annotated[
         float,
-        typer.Option("--lease-s", min=1.0, help="After so many seconds of silence other brokers take the partitions."),
+        typer.Option(
+            "--lease-s",
+            metavar="DURATION",
+            parser=duration(1),
+            help="After so long a silence other brokers take the partitions.",
+        ),
     ] = 6.0,
     node_timeout_s: Annotated[
-        float, typer.Option("--node-timeout-s", min=0.1, help="How long a storage node may take to answer.")
+        float,
+        typer.Option(
+            "--node-timeout-s",
+            metavar="DURATION",
+            parser=duration(0.1),
+            help="How long a storage node may take to answer.",
+        ),
     ] = 5.0,
     append_s: Annotated[
-        float, typer.Option("--append-s", min=0.1, help="How long an append waits for enough copies.")
+        float,
+        typer.Option(
+            "--append-s", metavar="DURATION", parser=duration(0.1), help="How long an append waits for enough copies."
+        ),
     ] = 10.0,
     copies_grace_s: Annotated[
         float,
-        typer.Option("--copies-grace-s", min=0.1, help="After so many seconds a lost node's copies are made anew."),
+        typer.Option(
+            "--copies-grace-s",
+            metavar="DURATION",
+            parser=duration(0.1),
+            help="After this time a lost node's copies are made anew.",
+        ),
     ] = 10.0,
     placement: Annotated[
         str,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import monitored
 from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, open_hub
@@ -33,7 +34,10 @@ def metrics(
         str, typer.Option("--listen", metavar="HOST:PORT", help="Where to answer; a port alone is on 127.0.0.1.")
     ] = LISTEN_DEFAULT,
     keep_s: Annotated[
-        float, typer.Option("--keep-s", min=0.0, max=3600.0, help="For how many seconds what was read is given again.")
+        float,
+        typer.Option(
+            "--keep-s", metavar="DURATION", parser=duration(0, 3600), help="For how long what was read is given again."
+        ),
     ] = 5.0,
     registry_wait: RegistryWait = START_WAIT_S,
 ) -> None:

@@ -6,28 +6,20 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from pxrs.cli.amounts import UNITS_S, seconds_of
+
 FORMS: Final = "a time such as 2026-01-31T12:00 (without a zone: this machine's) or '10 minutes ago'"
 """What `moment` understands, for the help of options and for errors."""
-_UNITS: Final = {
-    "s": timedelta(seconds=1),
-    "m": timedelta(minutes=1),
-    "h": timedelta(hours=1),
-    "d": timedelta(days=1),
-    "w": timedelta(weeks=1),
-}
 _AGO: Final = re.compile(
     r"(\d{1,9}) ?(s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?|w|weeks?) ago", re.IGNORECASE | re.ASCII
 )
 
 
-_SHORT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
-
-
 def since(text: str) -> datetime | timedelta:
-    """How long ago, for a text such as 90s, 30m, 1h or 7d; otherwise as `moment`. Raises ValueError."""
-    found = _SHORT.fullmatch(text)
+    """How long ago, for a duration with a unit, such as 90s, 30m or 7d; otherwise as `moment`. Raises ValueError."""
     try:
-        return moment(text) if found is None else float(found[1]) * _UNITS[found[2]]
+        # Not a number alone: 20260131 is a day.
+        return timedelta(seconds=seconds_of(text)) if text[-1:] in UNITS_S else moment(text)
     except OverflowError:
         raise ValueError(f"{text!r} is too long ago") from None
 
@@ -39,7 +31,8 @@ def moment(text: str, now: datetime | None = None) -> datetime:
     found = _AGO.fullmatch(text.strip())
     try:
         if found is not None:
-            return (datetime.now(UTC) if now is None else now) - int(found[1]) * _UNITS[found[2][0].lower()]
+            ago = timedelta(seconds=int(found[1]) * UNITS_S[found[2][0].lower()])
+            return (datetime.now(UTC) if now is None else now) - ago
         return datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError):
         raise ValueError(f"{text!r} is not {FORMS}") from None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.options import is_server
 from pxrs.cli.terminal import echo
 from pxrs.errors import MissingDependency
@@ -23,7 +24,12 @@ def ping(
     at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The server, pxrs://HOST:PORT.")],
     count: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many round trips.")] = 10,
     timeout: Annotated[
-        float, typer.Option(min=0.001, max=3_600.0, help="How many seconds each answer may take, and the connection.")
+        float,
+        typer.Option(
+            metavar="DURATION",
+            parser=duration(0.001, 3600),
+            help="How long each answer may take, and the connection.",
+        ),
     ] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

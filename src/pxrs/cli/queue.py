@@ -19,6 +19,7 @@ from rich.table import Table
 
 import pxrs
 from pxrs.cli import dead_letters
+from pxrs.cli.amounts import duration
 from pxrs.cli.dead_letters import Name, print_items
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, key_in, tell_typist
 from pxrs.cli.options import ExistOk, Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
@@ -56,7 +57,7 @@ from pxrs.errors import (
 )
 from pxrs.queue.handle import Depth, QueueHandle
 from pxrs.queue.items import Item
-from pxrs.queue.records import TAKERS, taker_in, time_in
+from pxrs.queue.records import PRIORITY_MAX, TAKERS, taker_in, time_in
 from pxrs.queue.transaction import Transaction
 from pxrs.wording import counted, time_text
 
@@ -167,8 +168,12 @@ def put(
     key: Annotated[
         str | None, typer.Option(metavar="FIELD", help="Values are JSON objects; this field is each item's key.")
     ] = None,
-    priority: Annotated[int, typer.Option(help="Higher ones are taken first.")] = 0,
-    delay: Annotated[float | None, typer.Option(help="Seconds before which they are not taken.")] = None,
+    priority: Annotated[
+        int, typer.Option(min=-PRIORITY_MAX, max=PRIORITY_MAX, help="Higher ones are taken first.")
+    ] = 0,
+    delay: Annotated[
+        float | None, typer.Option(metavar="DURATION", parser=duration(0), help="How long they are not taken.")
+    ] = None,
     registry: RegistryUrl = None,
 ) -> None:
     """Put each value as an item; all are durable when it ends.
@@ -213,7 +218,10 @@ def take(
     at: MaybeAt = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many.")] = 1,
     timeout: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds to wait for so many; by default not at all.")
+        float | None,
+        typer.Option(
+            metavar="DURATION", parser=duration(0), help="How long to wait for so many; by default not at all."
+        ),
     ] = None,
     peek: Annotated[bool, typer.Option("--peek", help="Only show the first ones, and leave them there.")] = False,
     registry: RegistryUrl = None,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import pxrs
+from pxrs.cli.amounts import duration
 from pxrs.cli.dead_letters import Name
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, open_hub
 from pxrs.cli.terminal import seconds_field
@@ -18,10 +19,18 @@ from pxrs.queue.policy import dump as plain_setting
 
 POLICY_HELP: Final = "How often an item may be delivered."
 Times = Annotated[int | None, typer.Option(help="With --policy consume-times: then it is a dead letter.")]
-Pause = Annotated[float | None, typer.Option(help="With --backoff fixed: seconds.")]
-First = Annotated[float | None, typer.Option(help="With --backoff exponential: seconds the first time.")]
+Pause = Annotated[
+    float | None, typer.Option(metavar="DURATION", parser=duration(), help="With --backoff fixed: how long.")
+]
+First = Annotated[
+    float | None,
+    typer.Option(metavar="DURATION", parser=duration(), help="With --backoff exponential: how long the first time."),
+]
 Factor = Annotated[float | None, typer.Option(help="With --backoff exponential: so much longer each time.")]
-Cap = Annotated[float | None, typer.Option(help="With --backoff exponential: never more seconds.")]
+Cap = Annotated[
+    float | None,
+    typer.Option(metavar="DURATION", parser=duration(), help="With --backoff exponential: never longer than this."),
+]
 Jitter = Annotated[
     float | None, typer.Option(help="With --backoff exponential: up to this part of it shorter or longer, at random.")
 ]
@@ -95,7 +104,7 @@ def backoff_of(name: BackoffName | None, options: dict[str, float | None]) -> Ba
     if name is BackoffName.EXPONENTIAL:
         return pxrs.ExponentialBackoff(**given)
     if not given:
-        raise typer.BadParameter("--backoff fixed needs --pause SECONDS")
+        raise typer.BadParameter("--backoff fixed needs --pause DURATION")
     return pxrs.FixedBackoff(**given)
 
 

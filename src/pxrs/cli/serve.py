@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
@@ -80,7 +81,13 @@ def serve(
         int, typer.Option("--append-mb-max", min=1, help="How much of all clients may be received and not stored yet.")
     ] = _DEFAULTS.append_bytes_max // _BYTES,
     drain_s: Annotated[
-        float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
+        float,
+        typer.Option(
+            "--drain-s",
+            metavar="DURATION",
+            parser=duration(0),
+            help="How long SIGTERM waits for answers that are under way.",
+        ),
     ] = _DEFAULTS.drain_s,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import cell, echo, seconds_field, show
 from pxrs.errors import LogError, PxrsError
@@ -54,7 +55,12 @@ def add(
     ] = None,
     settle_s: Annotated[
         float | None,
-        typer.Option("--settle-s", help="For how many seconds new rows are held back; see docs/sources.md."),
+        typer.Option(
+            "--settle-s",
+            metavar="DURATION",
+            parser=duration(),
+            help="For how long new rows are held back; see docs/sources.md.",
+        ),
     ] = None,
     identity: Annotated[
         str | None, typer.Option(help="Names the table in place of its address, as `identity` of sql_table.")

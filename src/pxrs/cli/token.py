@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from typing import Annotated, Any, Final
 
 import typer
 from rich.table import Table
 
+from pxrs.cli.amounts import UNITS_S, seconds_of
 from pxrs.cli.options import Json
 from pxrs.cli.terminal import cell, echo, seconds_field, show
 from pxrs.server.auth import tokens
@@ -20,9 +20,7 @@ app = typer.Typer(no_args_is_help=True)
 Auth = Annotated[
     str, typer.Option("--auth", envvar="PXRS_AUTH", metavar="FILE", help="The tokens file, as given to `pxrs serve`.")
 ]
-_UNITS: Final = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _DAYS_MAX: Final = 36_500
-_LIFETIME: Final = re.compile(r"([0-9]{1,9})([mhd])")
 
 
 @app.command()
@@ -40,7 +38,9 @@ def create(
     ],
     expires: Annotated[
         str | None,
-        typer.Option("--expires", metavar="TIME", help="For how long it is valid: 90m, 12h, 30d. By default for ever."),
+        typer.Option(
+            "--expires", metavar="DURATION", help="For how long it is valid: 90m, 12h, 30d. By default for ever."
+        ),
     ] = None,
     certificate: Annotated[
         str | None,
@@ -102,13 +102,12 @@ def revoke(
 
 
 def _lifetime_s(text: str) -> float:
-    found = _LIFETIME.fullmatch(text)
-    seconds = int(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 0 < seconds <= _DAYS_MAX * _UNITS["d"]:
-        raise typer.BadParameter(
-            f"{text!r}: give minutes, hours or days, such as 90m, 12h or 30d, up to {_DAYS_MAX}d",
-            param_hint="--expires",
-        )
+    try:
+        seconds = seconds_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--expires") from None
+    if not 0 < seconds <= _DAYS_MAX * UNITS_S["d"]:
+        raise typer.BadParameter(f"{text!r} is not above 0 and up to {_DAYS_MAX}d", param_hint="--expires")
     return seconds
 
 

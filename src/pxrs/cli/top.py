@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from pxrs.cli.options import MaybeAt, RegistryUrl, open_hub
+from pxrs.cli.amounts import duration
+from pxrs.cli.options import MaybeAt, RegistryUrl, open_hub, place_of
 from pxrs.cli.terminal import cell, console, error_text, is_terminal, seconds_field, show
 from pxrs.errors import PxrsError
 from pxrs.wording import printable, time_text
@@ -38,7 +39,10 @@ def top(
     at: MaybeAt = None,
     registry: RegistryUrl = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.2, max=3600, help="Seconds between two looks.")
+        float,
+        typer.Option(
+            "--interval", "-i", metavar="DURATION", parser=duration(0.2, 3600), help="The time between two looks."
+        ),
     ] = INTERVAL_S,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end. There are no rates then.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each look.")] = False,

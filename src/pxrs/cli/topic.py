@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from pxrs.cli.amounts import duration, size
 from pxrs.cli.completion import TopicName
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, error_text, facts, show, tell_error, tell_warning
@@ -38,12 +39,20 @@ def create(
     ] = "xxh64",
     codec: Annotated[str, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = "none",
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
-    retention: Annotated[float | None, typer.Option(help="How many seconds messages are kept.")] = None,
-    retention_bytes: Annotated[int | None, typer.Option(help="How many bytes of each partition are kept.")] = None,
+    retention: Annotated[
+        float | None,
+        typer.Option(metavar="DURATION", parser=duration(), help="How long messages are kept, such as 12h or 7d."),
+    ] = None,
+    retention_bytes: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=size, help="How much of each partition is kept, such as 10GB.")
+    ] = None,
     segment_s: Annotated[
         float | None,
         typer.Option(
-            "--segment-s", help="After how many seconds a new segment begins; by default a quarter of the retention."
+            "--segment-s",
+            metavar="DURATION",
+            parser=duration(),
+            help="After how long a new segment begins; by default a quarter of the retention.",
         ),
     ] = None,
     keep_unread: Annotated[

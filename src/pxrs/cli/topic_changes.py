@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from pxrs.cli.amounts import bytes_of_size, seconds_of, size
 from pxrs.cli.options import At, Json, RegistryUrl, open_hub
 from pxrs.model import CODECS, DURABILITIES, Topic
 
@@ -17,18 +19,20 @@ def alter(
     name: str,
     at: At,
     retention: Annotated[
-        str | None, typer.Option(metavar="SECONDS|none", help="How many seconds messages are kept; none: for ever.")
+        str | None, typer.Option(metavar="DURATION|none", help="How long messages are kept; none: for ever.")
     ] = None,
     retention_bytes: Annotated[
-        str | None, typer.Option(metavar="BYTES|none", help="How many bytes of each partition are kept; none: all.")
+        str | None, typer.Option(metavar="SIZE|none", help="How much of each partition is kept; none: all.")
     ] = None,
-    segment_bytes: Annotated[int | None, typer.Option(help="How large a segment gets.")] = None,
+    segment_bytes: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=size, help="How large a segment gets.")
+    ] = None,
     segment_s: Annotated[
         str | None,
         typer.Option(
             "--segment-s",
-            metavar="SECONDS|none",
-            help="After how many seconds a new segment begins; none: a quarter of the retention.",
+            metavar="DURATION|none",
+            help="After how long a new segment begins; none: a quarter of the retention.",
         ),
     ] = None,
     keep_unread: Annotated[
@@ -44,15 +48,15 @@ def alter(
 
     Every process that sends uses them from its next append on, and retention from the next round of upkeep on."""
     given: dict[str, Any] = {
-        "retention": _number("--retention", retention, float),
-        "retention_bytes": _number("--retention-bytes", retention_bytes, int),
-        "segment_s": _number("--segment-s", segment_s, float),
+        "retention": _number("--retention", retention, seconds_of),
+        "retention_bytes": _number("--retention-bytes", retention_bytes, bytes_of_size),
+        "segment_s": _number("--segment-s", segment_s, seconds_of),
     }
     given |= {"segment_bytes": segment_bytes, "keep_unread": keep_unread, "durability": durability, "codec": codec}
     given["partitions"] = partitions
     changes = {each: None if value == _NONE else value for each, value in given.items() if value is not None}
     if not changes:
-        raise typer.BadParameter("give a setting to change, such as --retention SECONDS")
+        raise typer.BadParameter("give a setting to change, such as --retention 7d")
     with open_hub(at, registry, needs_log=True) as hub:
         before = hub.topic(name).topic
         after = hub.alter_topic(name, **changes).topic  # type: ignore[arg-type]  # it checks them
@@ -83,14 +87,14 @@ def settings_of(topic: Topic) -> dict[str, Any]:
     }
 
 
-def _number(option: str, text: str | None, kind: type[int] | type[float]) -> float | str | None:
+def _number(option: str, text: str | None, parse: Callable[[str], float]) -> float | str | None:
     """The number that an option gives, or the word none. Raises BadParameter."""
     if text is None or text == _NONE:
         return text
     try:
-        return kind(text)
-    except ValueError:
-        raise typer.BadParameter(f"{option} {text}: give a number, or none") from None
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}, or none", param_hint=option) from None
 
 
 def _shown(value: object) -> str:

@@ -49,6 +49,7 @@ from pxrs.cli import logs
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL, exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored
 from pxrs.cli.options import RegistryWait, open_hub
+from pxrs.cli.amounts import duration
 from pxrs.cli.supervised import RESTART_S, Monitor, Slot, ending, kill, spawn
 from pxrs.cli.worker_settings import (
     EXIT_BAD_HANDLER,
@@ -85,6 +86,10 @@ class OnError(StrEnum):
     PAUSE = "pause"
     RETRY = "retry"
     DEAD_LETTER = "dead-letter"
+def _duration(what: str, *limits: float) -> Any:
+    return typer.Option(metavar="DURATION", parser=duration(*limits), help=what)
+
+
     RAISE = "raise"
 
 
@@ -143,13 +148,13 @@ def worker(
         str, typer.Option(help="sticky, range, round-robin or an entry point pxrs.assignors; the same for all members.")
     ] = "sticky",
     lease_ttl: Annotated[
-        float | None, typer.Option(help="Seconds after its last renewal until a worker counts as dead.")
+        float | None, _duration("How long after the last renewal of its lease a worker counts as dead.")
     ] = None,
-    handover_timeout: Annotated[float | None, typer.Option(help="Seconds that a hand-over may wait.")] = None,
-    progress_timeout: Annotated[float | None, typer.Option(help="Seconds that one message may take.")] = None,
-    commit_interval: Annotated[float | None, typer.Option(help="Seconds between checkpoints.")] = None,
+    handover_timeout: Annotated[float | None, _duration("How long a hand-over may wait.")] = None,
+    progress_timeout: Annotated[float | None, _duration("How long one message may take.")] = None,
+    commit_interval: Annotated[float | None, _duration("The time between checkpoints.")] = None,
     grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to finish what is in hand, when stopped.")
+        float, _duration("How long it may take to finish what is in hand, when stopped.", 0, GRACE_S_MAX)
     ] = GRACE_S_DEFAULT,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
@@ -172,8 +177,6 @@ def worker(
     given = {name: value for name, value in seconds.items() if value is not None}
     # What can be seen to be wrong here is reported once, and not by every worker.
     as_json = as_json or logs.chosen() == "json"
-    if not grace <= GRACE_S_MAX:  # NaN is refused too
-        raise typer.BadParameter(f"--grace {grace:g}: give up to {GRACE_S_MAX:g} seconds")
     for url in (at, registry):
         if url is not None and parse(url).scheme == "memory":
             raise typer.BadParameter("memory: exists in one process only, and the workers are several processes")

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
+from pxrs.cli.amounts import duration
 from pxrs.cli.cluster.plan import BROKERS_DEFAULT, STORAGE_DEFAULT, Plan, Wish, planned, remembered
 from pxrs.cli.exits import EXIT_FAILED, exit_codes
 from pxrs.cli.terminal import echo, tell_error
@@ -55,7 +56,12 @@ def up(
     ] = None,
     lease_s: Annotated[
         float,
-        typer.Option("--lease-s", min=1.0, help="After so many seconds of silence a broker's partitions are taken."),
+        typer.Option(
+            "--lease-s",
+            metavar="DURATION",
+            parser=duration(1),
+            help="After so long a silence a broker's partitions are taken.",
+        ),
     ] = 6.0,
     restarts: Annotated[
         bool, typer.Option("--restart/--no-restart", help="Whether a process that has ended is started again.")

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 
 import pxrs
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import MetricsListen, refuse_metrics
 from pxrs.cli.options import RegistryWait
@@ -58,7 +59,12 @@ def run(
         typer.Option(metavar="DIR", help="Where Spark keeps its checkpoints; by default in the directory."),
     ] = None,
     create_topics: Annotated[bool, typer.Option("--create-topics", help="Create the topics that are missing.")] = False,
-    grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish the current batch when stopped.")] = 60.0,
+    grace: Annotated[
+        float,
+        typer.Option(
+            metavar="DURATION", parser=duration(0), help="How long the current batch may take to finish, when stopped."
+        ),
+    ] = 60.0,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print what Spark logs.")] = False,
