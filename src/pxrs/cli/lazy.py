@@ -13,7 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import typer
 import typer.main
-from typer.core import TyperGroup
+
+from pxrs.cli.command import Command, Group
 
 
 class Lazy(NamedTuple):
@@ -31,11 +32,21 @@ class Lazy(NamedTuple):
         holder = typer.Typer(rich_markup_mode=None, add_completion=False)
         holder.callback()(_nothing)  # so that the holder becomes a group also with one command
         if isinstance(found, typer.Typer):
+            _use_own_class(found)
             holder.add_typer(found, name=name, help=self.help)
         else:
-            holder.command(name)(found)
+            holder.command(name, cls=Command)(found)
         # Not `get_command`, which the tests replace by a function that remembers every `typer.Typer`.
         return typer.main.get_group(holder).commands[name]
+
+
+def _use_own_class(group: typer.Typer) -> None:
+    """Have all commands of the group, and of the groups in it, be of the class `Command`."""
+    for command in group.registered_commands:
+        command.cls = Command
+    for inner in group.registered_groups:
+        if inner.typer_instance is not None:
+            _use_own_class(inner.typer_instance)
 
 
 def _nothing() -> None:
@@ -69,7 +80,7 @@ class _Commands(MutableMapping[str, Any]):
         return len({*self._table, *self._loaded})
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """A group of the commands in `table`, besides those that its `typer.Typer` has."""
 
     table: ClassVar[Mapping[str, Lazy]] = {}

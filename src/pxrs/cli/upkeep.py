@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from pxrs.cli.command import Group
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored, refuse_metrics
 from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pxrs.upkeep.janitor import UpkeepStatus
     from pxrs.upkeep.records import RoundReport
 
-app = typer.Typer()
+app = typer.Typer(cls=Group)  # it has options of its own
 _LOOK_S: Final = 1.0
 """How often the running process checks whether there is something new to print."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
