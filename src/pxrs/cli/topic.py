@@ -13,7 +13,7 @@ import typer
 
 from pxrs.cli.amounts import duration, size
 from pxrs.cli.completion import TopicName
-from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
+from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, error_text, facts, show, tell_error, tell_warning
 from pxrs.cli.topic_changes import alter, settings_of
 from pxrs.cli.topic_copy import copy
@@ -224,7 +224,7 @@ def describe(name: TopicName, at: At, registry: RegistryUrl = None, as_json: Jso
 def delete(
     name: TopicName,
     at: At,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     registry: RegistryUrl = None,
 ) -> None:
     """Remove a topic and all its messages."""
@@ -236,8 +236,7 @@ def delete(
         except DamagedFrame as damage:  # a damaged topic can be removed too
             tell_error(error_text(damage), type(damage).__name__)
             what = "all its messages (they cannot be counted)"
-        if not yes:
-            typer.confirm(f"Remove {name} and {what} for good?", abort=True)
+        confirm(f"Remove {name} and {what} for good?", yes)
         hub.delete_topic(name)
     typer.echo(f"removed {name} and {what}")
 
