@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pxrs.cli import moments
-from pxrs.cli.options import At, Json, RegistryUrl, open_hub
+from pxrs.cli.options import AskedAt, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import echo, is_terminal, time_field
 from pxrs.events.model import Event
 from pxrs.events.names import text_of
@@ -44,7 +44,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for further e
 
 
 def events(
-    at: At,
+    at: AskedAt = None,
     group: Annotated[str | None, typer.Option("--group", metavar="GROUP", help="Only events of this group.")] = None,
     topic: Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="Only events of this topic.")] = None,
     since: Ago = None,
@@ -57,17 +57,33 @@ def events(
     docs/events.md lists all events and their fields. Events are kept for a week.
     """
     moment = _moment(since)
+    _check_log_is_given(at)
     with open_hub(at, registry, needs_log=True) as hub:
         _print(hub.events(group=group, topic=topic, since=moment, follow=follow), as_json)
 
 
 def audit(
-    at: At, since: Ago = None, follow: Follow = False, registry: RegistryUrl = None, as_json: Json = False
+    at: AskedAt = None,
+    since: Ago = None,
+    follow: Follow = False,
+    registry: RegistryUrl = None,
+    as_json: Json = False,
 ) -> None:
     """Show what administrators did to a hub, oldest first: who did what, and when. It is kept for a year."""
     moment = _moment(since)
+    _check_log_is_given(at)
     with open_hub(at, registry, needs_log=True) as hub:
         _print(hub.audit(since=moment, follow=follow), as_json)
+
+
+def _check_log_is_given(at: str | None) -> None:
+    """Raise BadParameter if the hub has no log: events are stored as messages, and a registry holds none."""
+    if at is None:
+        raise typer.BadParameter(
+            "events are stored with the messages of a hub, and not in its registry: give the hub's directory or server "
+            "with --at URL or PXRS_AT",
+            param_hint="--at",
+        )
 
 
 def _moment(since: str | None) -> datetime | timedelta | None:

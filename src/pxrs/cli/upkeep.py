@@ -11,7 +11,7 @@ import typer
 from pxrs.cli.command import Group
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored, refuse_metrics
-from pxrs.cli.options import At, Json, MaybeAt, RegistryUrl, open_hub, refuse_server
+from pxrs.cli.options import AskedAt, At, Json, RegistryUrl, open_hub, refuse_server
 from pxrs.cli.terminal import echo, seconds_field, tell_error
 from pxrs.metrics.health import Beat, Readiness, Verdict
 from pxrs.waiting import SignalEvent
@@ -32,7 +32,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 @exit_codes()
 def run(
     context: typer.Context,
-    at: MaybeAt = None,
+    at: AskedAt = None,
     registry: RegistryUrl = None,
     once: Annotated[bool, typer.Option("--once", help="Do one round now, whoever is the janitor, and end.")] = False,
     metrics_listen: MetricsListen = None,
