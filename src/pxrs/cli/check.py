@@ -13,6 +13,7 @@ from pxrs.cli.options import Json, Yes, confirm, refuse_server
 from pxrs.cli.terminal import echo, tell_error
 from pxrs.errors import PxrsError
 from pxrs.model import is_internal
+from pxrs.registry.address import parse
 from pxrs.wording import counted, printable
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class _Found(NamedTuple):
 
 
 def check(
-    directory: Annotated[str, typer.Argument(metavar="DIRECTORY")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIRECTORY", envvar="PXRS_AT", help="The hub's directory; by default PXRS_AT.")
+    ],
     repair: Annotated[
         bool, typer.Option("--repair", help="Say what could be done about the findings, ask, and do it.")
     ] = False,
@@ -46,13 +49,14 @@ def check(
     from pxrs.log.directory.repair import plan
 
     refuse_server(directory, "pxrs check", "a log is checked where its files are")
-    found = _read(Path(directory))
+    folder = parse(directory).directory()
+    found = _read(folder)
     if not repair or not found.findings:
         _print(found, as_json)
         if found.findings:
             raise typer.Exit(1)
         return
-    steps = plan(Path(directory), found.findings)
+    steps = plan(folder, found.findings)
     for step in steps:
         _print_step(step, None, as_json)
     possible = [step for step in steps if step.is_possible]
@@ -60,7 +64,7 @@ def check(
         lost = sum(step.lost for step in possible)
         confirm(f"Do {counted(len(possible), 'repair')}? {counted(lost, 'offset')} will have no messages.", yes)
         _audit(directory, _perform(possible, as_json))
-        found = _read(Path(directory))
+        found = _read(folder)
     _print(found, as_json)
     if found.findings:
         raise typer.Exit(1)

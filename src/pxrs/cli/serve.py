@@ -51,7 +51,12 @@ _DEFAULTS: Final = ServerLimits()
 
 @exit_codes()
 def serve(
-    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The hub's directory, or memory:.")],
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY", envvar="PXRS_AT", help="The hub's directory, or memory:; by default PXRS_AT."
+        ),
+    ],
     registry: RegistryUrl = None,
     listen: Listen = LISTEN_DEFAULT,
     insecure: Insecure = False,
