@@ -11,7 +11,7 @@ import typer
 from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.monitoring import monitored
-from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, open_hub
+from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, check_places, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.errors import Closed, RegistryUnavailable
 from pxrs.metrics.health import always
@@ -47,6 +47,8 @@ def metrics(
     """
     from pxrs.cli.hub_reading import HubReading, KeptReading
 
+    may_be_missing = at is not None
+    check_places(at, registry, may_be_missing=may_be_missing)
     stop, wait = SignalEvent(), StartWait(registry_wait, "the hub's server")
     hub: Hub | None = None
 
@@ -67,7 +69,7 @@ def metrics(
             kept = stack.enter_context(closing(KeptReading(read, keep_s)))
             stack.enter_context(monitored(listen, live=always, ready=kept.ready, tell=echo, read=kept.parts))
             # An address that is wrong ends the command. A registry that is away does not: its metrics say so.
-            hub = wait(lambda: hubs.enter_context(open_hub(at, registry)))
+            hub = wait(lambda: hubs.enter_context(open_hub(at, registry, may_be_missing=may_be_missing)))
             wait_for_signal(stop)
     except Closed:
         if not stop.is_set():

@@ -135,7 +135,7 @@ def serve(
     limits = with_limits(_DEFAULTS, named, limit or ())
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     settings = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
-    with open_hub(directory, registry, makes_registry=True, given_as="DIRECTORY, or make it") as hub:
+    with open_hub(directory, registry, makes_registry=True, may_be_missing=True, given_as="DIRECTORY") as hub:
         page = functools.partial(beside_server, hub, web, auth, insecure=insecure)
         wait = StartWait(registry_wait, f"the registry {hub.registry_address}")
         asyncio.run(_run(hub, settings, wait, page, is_tls=tls_cert is not None, metrics_listen=metrics_listen))

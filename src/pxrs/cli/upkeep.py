@@ -54,7 +54,7 @@ def run(
     refuse_server(
         at, "pxrs upkeep", "the server does the upkeep of its hub, and no client may; `pxrs upkeep status` shows it"
     )
-    with open_hub(at, registry, needs_log=True) as hub:
+    with open_hub(at, registry, needs_log=True, may_be_missing=not once) as hub:
         if once:
             report = hub.run_upkeep()
             _print_round(report, as_json)

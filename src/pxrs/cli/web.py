@@ -65,7 +65,7 @@ def web(
         signal.signal(number, end)
     with ExitStack() as stack:
         try:
-            hub = wait(lambda: stack.enter_context(open_hub(at, registry, needs_log=at is not None)))
+            hub = wait(lambda: stack.enter_context(open_hub(at, registry, may_be_missing=at is not None)))
             wait(lambda: reach(hub))
         except Closed:
             if not stop.is_set():
