@@ -111,4 +111,4 @@ def test_an_operator_gives_a_hub_to_another_registry(data: str, tmp_path: Path) 
     assert "topics with keep_unread: t: " in adopted.stderr
     assert run("send", "t", "--at", data, registry=new, stdin="x\n").stderr == ""
     assert start(data, new) == 10, "no group of this registry has yet to read the old messages"
-    assert run("registry", "adopt", "--at", f"{data}/typo", "--registry", new).returncode == 1
+    assert run("registry", "adopt", "--at", f"{data}/typo", "--registry", new).returncode == 2

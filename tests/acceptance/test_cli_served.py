@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("grpc")
 
 import pxrs
-from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
+from pxrs.cli.exits import EXIT_FINAL, EXIT_USAGE
 from pxrs.hub import Hub
 from pxrs.server.auth import tokens
 from pxrs.server.serving import ServerSettings, serving
@@ -162,14 +162,14 @@ def test_what_a_client_cannot_do_says_where_to_run_it(
     call: Call, at: str, arguments: tuple[str, ...], words: str
 ) -> None:
     found = call(*arguments, "--at", at)
-    assert found.code == (EXIT_FINAL if arguments[0] == "upkeep" else EXIT_FAILED)
+    assert found.code == EXIT_USAGE
     assert words in found.errors
     assert at in found.errors
 
 
 def test_a_log_is_checked_where_its_files_are(call: Call, at: str) -> None:
     found = call("check", at)
-    assert found.code == 1
+    assert found.code == EXIT_USAGE
     assert found.errors == (
         f"{at}: a log is checked where its files are: run `pxrs check` on the server's host, with the hub's directory "
         "(InvalidUrl)"
@@ -196,7 +196,7 @@ def test_a_log_is_checked_where_its_files_are(call: Call, at: str) -> None:
 )
 def test_a_registry_beside_a_server_is_refused(call: Call, at: str, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     found = call(*arguments, "--at", at, "--registry", f"sqlite:///{tmp_path}/none.db")
-    assert found.code == (EXIT_FINAL if arguments[0] == "worker" else EXIT_FAILED)
+    assert found.code == EXIT_USAGE
     assert "the server has the registry of its hub: give none" in found.errors
     assert not (tmp_path / "none.db").exists()
 
@@ -211,7 +211,7 @@ def test_a_server_that_is_not_there_is_one_line(call: Call, arguments: tuple[str
 
 def test_a_server_serves_no_server(call: Call, at: str) -> None:
     found = call("serve", at)
-    assert (found.code, "give the hub's directory" in found.errors) == (EXIT_FINAL, True)
+    assert (found.code, "give the hub's directory" in found.errors) == (EXIT_USAGE, True)
 
 
 # Tokens.
@@ -325,7 +325,7 @@ def test_an_error_of_tls_is_one_line_and_nothing_of_grpcs_own(hub: Hub, tmp_path
         # A new interpreter: gRPC reads the variable when it is first used, perhaps before this process was forked.
         command = [sys.executable, "-m", "pxrs.cli", "topic", "list", "--at", f"{at}?ca_file={theirs.ca}"]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 1
+    assert ran.returncode == EXIT_USAGE, "the address names the wrong authority"
     assert len(ran.stderr.splitlines()) == 1, ran.stderr
     assert "is not trusted" in ran.stderr
 

@@ -143,7 +143,7 @@ def test_without_etcd_the_error_says_what_to_install(
 def test_two_clusters_in_one_directory_are_refused(call: Call, tmp_path: Path) -> None:
     with local.locked(tmp_path):
         found = call("cluster", "up", "--dir", str(tmp_path))
-    assert found.code == 3
+    assert found.code == 2
     assert "another `pxrs cluster up` runs in" in found.errors
 
 
@@ -151,7 +151,7 @@ def test_a_registry_without_a_cluster_is_no_cluster(call: Call, tmp_path: Path) 
     with pxrs.open(tmp_path / "hub") as hub:
         hub.create_topic("orders")
     found = call("cluster", "status", "--registry", f"file:{tmp_path}/hub/registry")
-    assert found.code == 1
+    assert found.code == 2
     assert "no registry" in found.errors or "has no cluster" in found.errors
 
 

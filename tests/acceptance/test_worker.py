@@ -334,20 +334,24 @@ def test_what_is_wrong_with_a_handler_is_said_with_its_place(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--topic", "nope"), 3, "no topic 'nope'"),
-        (("--topic", "t"), 2, "--topic t is given twice"),
-        (("--group", "g/h"), 3, "group name 'g/h'"),
-        (("--lease-ttl", "-1"), 3, "lease_ttl is -1"),
-        (("--registry", "memory:"), 2, "exists in one process only"),
-        (("--registry", "kafka://h"), 3, "unknown scheme 'kafka'"),
-        (("--on-error", "dead-letter"), 2, "go together"),
-        (("--on-error", "dead-letter", "--dead-letters", "nope"), 3, "no topic 'nope'"),
+        (("--topic", "nope", "--no-wait", "--group", "g"), 3, "no topic 'nope'"),
+        (("--topic", "t", "--group", "g"), 2, "--topic t is given twice"),
+        (("--group", "g/h"), 2, "group name 'g/h'"),
+        (("--group", "g", "--lease-ttl", "-1"), 2, "lease_ttl is -1"),
+        (("--group", "g", "--registry", "memory:"), 2, "exists in one process only"),
+        (("--group", "g", "--registry", "kafka://h"), 2, "unknown scheme 'kafka'"),
+        (("--group", "g", "--on-error", "dead-letter"), 2, "go together"),
+        (
+            ("--group", "g", "--no-wait", "--on-error", "dead-letter", "--dead-letters", "nope"),
+            3,
+            "no topic 'nope'",
+        ),
     ],
 )
 def test_a_bad_setting_is_one_error_and_not_one_for_each_worker(
     shop: Shop, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
-    given = ("shop:handle", "--topic", "t", "--group", "g", "--at", "data", "--processes", "3", *arguments)
+    given = ("shop:handle", "--topic", "t", "--at", "data", "--processes", "3", *arguments)
     result = run_text("pxrs.cli", ["worker", *given], cwd=shop.folder, timeout=PATIENCE_S)
     assert result.returncode == code, result.stderr
     assert " ".join(result.stderr.split()).count(words) == 1, result.stderr

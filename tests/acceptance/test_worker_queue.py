@@ -111,7 +111,8 @@ class Shop:
 
 class Supervisor:
     def __init__(self, folder: Path, handler: str, *arguments: str) -> None:
-        command = ["worker", handler, "--queue", "jobs", *arguments, "--json"]
+        queue = [] if "--queue" in arguments else ["--queue", "jobs"]
+        command = ["worker", handler, *queue, *arguments, "--json"]
         self._told = folder / f"stderr-{time.monotonic_ns()}"
         with self._told.open("wb") as told:
             # `test_worker.py` has workers that are started afresh, and so has one of a queue in `test_examples.py`.
@@ -294,9 +295,10 @@ GIVEN = {"on-error": "retry", "retries": "3", "start": "latest", "assignor": "ra
         ),
         ((), 2, "give --topic and --group, or --queue"),
         (("--topic", "t"), 2, "give --topic and --group, or --queue"),
-        (("--queue", "a/b"), 3, "queue name 'a/b'"),
+        (("--queue", "a/b"), 2, "queue name 'a/b'"),
+        (("--queue", "jobs", "--queue", "done", "--queue", "jobs"), 2, "--queue jobs is given twice"),
         (("--queue", "jobs", "--at", "memory:"), 2, "exists in one process only"),
-        (("--queue", "jobs", "--at", "typo"), 3, "there is no directory typo"),
+        (("--queue", "jobs", "--at", "typo", "--no-wait"), 2, "there is no directory typo"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused_by_its_name(
@@ -312,7 +314,8 @@ def test_an_option_that_means_nothing_is_refused_by_its_name(
 
     monkeypatch.setattr(worker, "Supervisor", refuse)
     monkeypatch.chdir(shop.folder)
-    monkeypatch.setattr(sys, "argv", ["pxrs", "worker", "shop:handle", "--at", "data", *arguments])
+    at = () if "--at" in arguments else ("--at", "data")
+    monkeypatch.setattr(sys, "argv", ["pxrs", "worker", "shop:handle", *at, *arguments])
     with pytest.raises(SystemExit) as ended:
         app.run()
     assert ended.value.code == code
@@ -321,7 +324,7 @@ def test_an_option_that_means_nothing_is_refused_by_its_name(
 
 
 def test_an_unknown_queue_is_one_error_and_not_one_for_each_worker(shop: Shop) -> None:
-    supervisor = shop.worker("shop:handle", "--processes", "3", "--queue", "nope")
+    supervisor = shop.worker("shop:handle", "--processes", "3", "--queue", "nope", "--no-wait")
     assert supervisor.process.wait(PATIENCE_S) == 3
     (event,) = supervisor.events()
     assert event["text"].startswith("no queue 'nope'")
@@ -339,5 +342,5 @@ def test_a_queue_that_is_deleted_ends_its_workers_for_good(shop: Shop) -> None:
 
 
 def test_settings_reach_a_worker_as_they_were_given() -> None:
-    settings = Settings("shop:handle", [], None, "data", None, 2, 1.0, {"lease_ttl": 3.0}, queue="jobs")
+    settings = Settings("shop:handle", [], None, "data", None, 2, 1.0, {"lease_ttl": 3.0}, queues=["jobs", "more"])
     assert Settings(**json.loads(settings.dump())) == settings

@@ -302,11 +302,11 @@ def test_an_error_begins_with_what_happened_and_ends_with_its_class(data: str, c
         ),
         (
             ("group", "skip", "billing", "orders", "0", *at),
-            "standard input is no terminal to ask at; give --yes to do it",
+            "Not a terminal; pass --yes to confirm",
         ),
         (
             ("queue", "dead", "retry", "mail", "x", *at),
-            "1 of these is no dead letter of mail: see `pxrs queue dead list mail`",
+            f"1 of these is no dead letter of mail: see `pxrs queue dead list mail --at {data}`",
         ),
     ):
         result = call(*arguments)

@@ -12,7 +12,7 @@ import pytest
 
 import pxrs
 from pxrs.cli import worker
-from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
+from pxrs.cli.exits import EXIT_USAGE
 from pxrs.errors import Closed, InvalidUrl, NoDirectory, UnknownGroup
 from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
@@ -204,10 +204,11 @@ def test_a_wrong_path_of_a_registry_is_an_error_and_leaves_nothing_behind(call: 
     shown = {"typo": "file:typo", "file:typo": "file:typo", "sqlite:///typo.db": "sqlite:///typo.db"}
     shown["sqlite://me:secret@h/typo"] = "sqlite://me:***@h/typo"
     for wrong, text in shown.items():
-        for arguments in (("queue", "list"), ("queue", "put", "q", "x"), ("worker", "m:h", "--queue", "q")):
+        worker = ("worker", "m:h", "--queue", "q", *(() if "secret" in wrong else ("--no-wait",)))
+        for arguments in (("queue", "list"), ("queue", "put", "q", "x"), worker):
             result = call(*arguments, "--registry", wrong)
             assert (result.code, result.errors) == (
-                EXIT_FINAL if arguments[0] == "worker" else EXIT_FAILED,
+                EXIT_USAGE,
                 f"there is no registry at {text}: correct --registry or PXRS_REGISTRY, or make it with "
                 "`pxrs queue create` (InvalidUrl)",
             )
@@ -232,7 +233,7 @@ def test_a_wrong_path_of_a_registry_is_an_error_also_where_the_directory_is_give
         looks += [("registry", "scan", wrong), ("registry", "get", wrong, "groups/g")]
         for arguments in looks:
             result = call(*arguments)
-            assert result.code == 1, arguments
+            assert result.code == EXIT_USAGE, arguments
             assert result.errors.startswith(f"there is no registry at {wrong}: correct "), arguments
     assert (sorted(os.listdir()), sorted(os.listdir("hub"))) == before
 
@@ -262,7 +263,7 @@ def test_a_worker_of_a_queue_or_a_registered_source_needs_no_directory(
     monkeypatch.setattr(worker, "Supervisor", Supervisor)
     call("queue", "create", "q", "--registry", registry)
     assert call("worker", "m:h", "--queue", "q", "--registry", registry).code == 0
-    assert [(settings.at, settings.registry, settings.queue) for settings in started] == [(None, registry, "q")]
+    assert [(settings.at, settings.registry, settings.queues) for settings in started] == [(None, registry, ["q"])]
     assert call("worker", "m:h", "--topic", "t", "--group", "g", "--registry", registry).code == 0
     assert (started[1].at, started[1].registry, started[1].topics) == (None, registry, ["t"])
     result = call("worker", "m:h", "--topic", "t", "--group", "g")

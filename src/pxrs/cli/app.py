@@ -99,17 +99,21 @@ def main() -> None:
 
 def run() -> None:
     """Run a command in a process that goes on after it. An error of pxrs or of the operating system, such as a full
-    disk behind standard output, is printed as one line on standard error; the exit code is 1. Raises SystemExit."""
+    disk behind standard output, is printed as one line on standard error; the exit code is 2 if an option or argument
+    is refused, and otherwise 1. Raises SystemExit."""
     # gRPC prints every failed connection on standard error by itself, beside the one line of the error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     with kept():
         try:
             app(prog_name="pxrs")  # also for `python -m pxrs.cli`: shells ask for completions by this name
         except (PxrsError, OSError) as error:
+            from pxrs.cli.exits import EXIT_FAILED, EXIT_USAGE
+            from pxrs.cli.restarts import is_wrong_argument
             from pxrs.cli.terminal import error_text, tell_error
 
+            code = EXIT_USAGE if is_wrong_argument(error) else EXIT_FAILED
             if chosen() == "json":
                 _logger.error("%s", error_text(error), extra={"error_type": type(error).__name__})
-                sys.exit(1)
-            tell_error(error_text(error), type(error).__name__)
-            sys.exit(1)
+            else:
+                tell_error(error_text(error), type(error).__name__)
+            sys.exit(code)

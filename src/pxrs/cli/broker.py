@@ -14,10 +14,10 @@ from pxrs.cli.amounts import duration
 from pxrs.cli.exits import exit_codes
 from pxrs.cli.listening import check_listen
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import ClientTokens, Insecure, Listen, RegistryWait, TlsClientCa, TlsKey
+from pxrs.cli.options import ClientTokens, Insecure, Listen, RegistryWait, TlsClientCa, TlsKey, file_bytes
 from pxrs.cli.serve import keep_beating, stopping_start, tls_credentials, with_limits
 from pxrs.cli.terminal import echo
-from pxrs.errors import Closed, InvalidArgument, MissingDependency
+from pxrs.errors import Closed, InvalidArgument, InvalidPlacement, MissingDependency
 from pxrs.metrics.health import Beat, Verdict
 from pxrs.registry.address import parse
 from pxrs.registry.outage import START_WAIT_S, StartWait
@@ -136,7 +136,10 @@ def broker(
         raise MissingDependency(
             f"pxrs broker needs {error.name}: pip install 'pxrs[remote]'", name=error.name
         ) from error
-    placement_named(placement)
+    try:
+        placement_named(placement)
+    except InvalidPlacement as error:
+        raise typer.BadParameter(str(error), param_hint="--placement") from None
     check_listen(listen, is_open=auth is None and not insecure)
     if registry.startswith("memory:"):
         raise InvalidArgument("--registry memory: belongs to this process alone: give the registry of the cluster")
@@ -144,7 +147,9 @@ def broker(
     limits = replace(limits, connections_max=connections_within(limits.connections_max))
     server = ServerSettings(listen, limits, auth, tls_credentials(tls_cert, tls_key, tls_client_ca))
     own = (None, None) if tls_cert is None or tls_key is None else (tls_cert.read_bytes(), tls_key.read_bytes())
-    certificates = None if ca_file is None else Certificates(ca_file.read_bytes(), *own)
+    certificates = None if ca_file is None else Certificates(file_bytes("--ca-file", ca_file), *own)
+    if token_file is not None:
+        file_bytes("--token-file", token_file)
     wait = StartWait(registry_wait, f"the registry {parse(registry).shown}")
 
     def make() -> RunningBroker:

@@ -18,8 +18,13 @@ from pxrs.errors import (
     Closed,
     Conflict,
     HandlerFailed,
+    InvalidArgument,
+    InvalidItem,
+    InvalidPlacement,
+    InvalidRecord,
     LeaseExpired,
     LogError,
+    NodeFormatUnsupported,
     NodeUnreachable,
     OutcomeUnknown,
     PartitionLost,
@@ -45,6 +50,16 @@ MAY_PASS: Final = (
     PipelineFailed,
     NodeUnreachable,
 )
+
+
+NOT_ON_THE_COMMAND_LINE: Final = (CannotListen, InvalidItem, InvalidPlacement, InvalidRecord, NodeFormatUnsupported)
+"""The errors of the base class InvalidArgument that are no fault of the command line: a port that is taken, a line of
+standard input, a placement function that fails in a broker, a directory that another version has written."""
+
+
+def is_wrong_argument(error: BaseException) -> bool:
+    """Whether the command line is wrong: an option or argument has a value that is refused."""
+    return isinstance(error, InvalidArgument) and not isinstance(error, NOT_ON_THE_COMMAND_LINE)
 
 
 def is_final(error: BaseException) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -15,7 +14,7 @@ from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, 
 from pxrs.cli.moments import FORMS, moment
 from pxrs.cli.options import At, RegistryUrl, bytes_of
 from pxrs.errors import InvalidRecord
-from pxrs.model import microseconds_of
+from pxrs.model import Topic, microseconds_of
 from pxrs.wording import counted
 
 if TYPE_CHECKING:
@@ -125,18 +124,31 @@ def _headers(pairs: list[str]) -> list[tuple[str, bytes | None]] | None:
 def _time(text: str | None) -> int | None:
     if text is None:
         return None
-    with suppress(ValueError):
-        return int(text)
     try:
-        return microseconds_of(moment(text))
+        number = int(text)
+    except ValueError:
+        number = None
+    try:
+        found = microseconds_of(moment(text)) if number is None else number
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--timestamp") from None
+    if not -(1 << 63) <= found < 1 << 63:
+        raise typer.BadParameter(f"{text} microseconds do not fit into 64 bits", param_hint="--timestamp")
+    return found
+
+
+def _check_partition(topic: Topic, partition: int | None) -> None:
+    if partition is not None and partition >= topic.partitions:
+        raise typer.BadParameter(
+            f"{topic.name} has no partition {partition}; it has 0 to {topic.partitions - 1}", param_hint="--partition"
+        )
 
 
 def _send_one(topic: str, at: str, registry: str | None, value: str, plan: _Plan) -> None:
     import pxrs
 
     with pxrs.open(at, registry) as hub, hub.producer(topic, linger_s=0) as out:
+        _check_partition(hub.topic(topic).topic, plan.partition)
         key = None if plan.key is None else bytes_of(plan.key)
         receipt = out.send(bytes_of(value), key, plan.headers, plan.timestamp, plan.partition)
         partition, offset = receipt.result()[:2]
@@ -155,6 +167,7 @@ def _send_lines(topic: str, at: str, registry: str | None, plan: _Plan) -> None:
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} sent"), TimeElapsedColumn())
     bar = Progress(*columns, console=err, disable=not err.is_terminal or is_typed())
     with pxrs.open(at, registry) as hub, hub.producer(topic) as out, bar:
+        _check_partition(hub.topic(topic).topic, plan.partition)
         tell_typist(f"sent to {topic} as a message")
         task = bar.add_task("sending", total=None)
         lines = _Lines(out, plan, lambda count: bar.update(task, completed=count))

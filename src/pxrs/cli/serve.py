@@ -25,6 +25,7 @@ from pxrs.cli.options import (
     RegistryWait,
     TlsClientCa,
     TlsKey,
+    file_bytes,
     is_server,
     open_hub,
     reach,
@@ -164,15 +165,15 @@ def with_limits(limits: L, named: Mapping[str, float], given: Iterable[str]) -> 
 
 def tls_credentials(cert: Path | None, key: Path | None, client_ca: Path | None) -> object:
     """What gRPC needs for TLS, by the files that the options name; None if they name none. Raises InvalidArgument,
-    OSError."""
+    BadParameter."""
     import grpc
 
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:
         raise InvalidArgument("TLS needs both --tls-cert and --tls-key")
-    pair = (key.read_bytes(), cert.read_bytes())
-    root = None if client_ca is None else client_ca.read_bytes()
+    pair = (file_bytes("--tls-key", key), file_bytes("--tls-cert", cert))
+    root = None if client_ca is None else file_bytes("--tls-client-ca", client_ca)
     return grpc.ssl_server_credentials([pair], root, require_client_auth=client_ca is not None)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from pxrs.cli.listening import check_listen
-from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, open_hub, reach
+from pxrs.cli.options import MaybeAt, RegistryUrl, RegistryWait, file_bytes, open_hub, reach
 from pxrs.cli.terminal import echo
 from pxrs.errors import Closed, InvalidArgument, MissingDependency
 from pxrs.registry.outage import START_WAIT_S, StartWait
@@ -53,6 +53,8 @@ def web(
 
     The page changes nothing, unless it is started with --actions-token-file.
     """
+    if actions_token_file is not None:
+        file_bytes("--actions-token-file", actions_token_file)
     token = None if actions_token_file is None else _access().ActionToken(actions_token_file)
     _check_listen(listen, insecure=insecure)
     stop, wait = SignalEvent(), StartWait(registry_wait, "the hub's registry or server")

@@ -64,7 +64,7 @@ def test_a_node_is_retired_reinstated_and_forgotten_by_the_beginning_of_its_id(r
 @pytest.mark.parametrize(("given", "why"), [("aaaa", "several"), ("b", "no such"), ("cccc9999", "no such")])
 def test_an_id_that_names_no_single_node_is_refused(registry: Registry, call: Call, given: str, why: str) -> None:
     found = call("retire", given)
-    assert found.code == 1
+    assert found.code == 2
     assert why in found.errors
     assert "aaaa1111, aaaa2222, bbbb3333" in found.errors
 
@@ -73,7 +73,7 @@ def test_c6_abandon_tells_what_may_be_lost_and_asks(registry: Registry, call: Ca
     registry.commit(put={LEDGER.key: LEDGER.dump()})
     asked = call("abandon", "aaaa1111", "aaaa2222")
     assert asked.code == 2, "nobody is there to answer"
-    assert "give --yes" in asked.errors
+    assert "pass --yes" in asked.errors
     assert "orders/0, ledger 0 (open): messages from offset 70 on" in asked.out
     assert decided(registry) == []
     assert call("abandon", "aaaa1111", "aaaa2222", "bbbb3333", "--yes").code == 0
@@ -86,7 +86,7 @@ def test_c6_a_node_that_lives_is_not_abandoned(registry: Registry, call: Call) -
     with registry.lease(30) as lease:
         registry.commit(ephemeral={records.alive_key("aaaa1111"): AliveNode("h:1", 1).dump()}, lease=lease)
         found = call("abandon", "aaaa1111", "--yes")
-    assert found.code == 1
+    assert found.code == 2
     assert "is alive" in found.errors
     assert decided(registry) == []
 

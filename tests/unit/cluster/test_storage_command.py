@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL
+from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL, EXIT_USAGE
 from pxrs.cli.serve import with_limits
 from pxrs.cluster.storage.identity import Directory
 from pxrs.cluster.storage.settings import StorageLimits
@@ -31,7 +31,11 @@ def arguments(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> object:
     def call(*more: str) -> Result:
-        return run_here(monkeypatch, capsys, (*arguments, *more)).unwrapped()
+        given = list(arguments)
+        if more and more[0] in given:  # in place of the value that it has otherwise
+            at = given.index(more[0])
+            del given[at : at + 2]
+        return run_here(monkeypatch, capsys, (*given, *more)).unwrapped()
 
     return call
 
@@ -50,7 +54,7 @@ def test_a_directory_in_use_is_refused(run, tmp_path: Path) -> None:  # type: ig
         result = run()
     finally:
         directory.close()
-    assert result.code == EXIT_FINAL
+    assert result.code == EXIT_USAGE
     assert "is used by another storage node that is running" in result.errors
 
 
@@ -76,7 +80,7 @@ def test_a_port_in_use_may_be_free_later(run, arguments: list[str], tmp_path: Pa
 )
 def test_wrong_options_are_refused(run, option: tuple[str, str], what: str) -> None:  # type: ignore[no-untyped-def]
     result = run(*option)
-    assert result.code == EXIT_FINAL
+    assert result.code == EXIT_USAGE
     assert what in result.errors
 
 
