@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from pxrs.cli.worker_settings import STOPS, Settings
+from pxrs.cli.worker_settings import STOPS, TRIAL, Settings
 from pxrs.metrics import instruments, table
 from pxrs.metrics.health import SILENT_S, Verdict
 from pxrs.metrics.reports import Report, Reports
@@ -115,7 +115,10 @@ class Monitor:
     def ready(self) -> Verdict:
         states = self._states()
         if self.waiting is not None:
-            return Verdict(False, self.waiting, {"workers": {str(number): state for number, state in states.items()}})
+            trial = self._reports.latest().get(TRIAL)
+            missing = None if trial is None else trial.state.get("missing")
+            reason = f"waiting until the {missing} exists" if missing else self.waiting
+            return Verdict(False, reason, {"workers": {str(number): state for number, state in states.items()}})
         waiting = [number for number, state in states.items() if state != "ready"]
         fields = {"workers": {str(number): state for number, state in states.items()}}
         if not waiting:
@@ -133,7 +136,8 @@ class Monitor:
         if restarts := instruments.WORKER_RESTARTS.read():
             own[table.WORKER_RESTARTS.name] = restarts
         latest = sorted(self._reports.latest().items())
-        return [Part({}, own), *(Part({"worker": str(number)}, each.counts) for number, each in latest)]
+        workers = [Part({"worker": str(number)}, each.counts) for number, each in latest if number != TRIAL]
+        return [Part({}, own), *workers]
 
     def _states(self) -> dict[int, str]:
         latest, now = self._reports.latest(), time.monotonic()

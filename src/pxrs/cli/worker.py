@@ -7,9 +7,12 @@ What happens on failure:
 
 | what fails                                 | what the supervisor does, and with which exit code it ends             |
 |--------------------------------------------|------------------------------------------------------------------------|
-| the handler cannot be imported             | a trial process reports it before any worker is started; 2             |
-| an option, a topic, a queue or the         | shows the reason and stops the other workers as by SIGTERM; 3.         |
-| registry can never work as it is given     | `restarts.py` decides by the class of the error                        |
+| the handler cannot be imported, or an      | a trial process reports it before any worker is started; 2             |
+| option is refused                          |                                                                        |
+| a topic or queue does not exist at the     | nothing: the trial process waits until it exists, or creates it with   |
+| start                                      | `--create`; with `--no-wait` it reports it; 3                          |
+| a topic, a queue or the registry can never | shows the reason and stops the other workers as by SIGTERM; 3.         |
+| work as it is given                        | `restarts.py` decides by the class of the error                        |
 | the registry cannot be reached at the      | starts the trial process again; after `--registry-wait`: 1             |
 | start                                      |                                                                        |
 | the registry cannot be reached, a worker   | starts it again, after pauses that double until the worker has run for |
@@ -46,10 +49,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from pxrs.cli import logs
+from pxrs.cli.amounts import duration
 from pxrs.cli.exits import EXIT_FAILED, EXIT_FINAL, exit_codes
 from pxrs.cli.monitoring import MetricsListen, monitored
-from pxrs.cli.options import RegistryWait, open_hub
-from pxrs.cli.amounts import duration
+from pxrs.cli.options import RegistryWait, check_places, open_hub
 from pxrs.cli.supervised import RESTART_S, Monitor, Slot, ending, kill, spawn
 from pxrs.cli.worker_settings import (
     EXIT_BAD_HANDLER,
@@ -57,6 +60,7 @@ from pxrs.cli.worker_settings import (
     EXIT_UNREACHABLE,
     FINAL,
     STOPS,
+    TRIAL,
     Settings,
     tell,
 )
@@ -82,14 +86,14 @@ GROUP_OPTIONS: Final = (
 """The options that only groups have: they are refused with `--queue`."""
 
 
-class OnError(StrEnum):
-    PAUSE = "pause"
-    RETRY = "retry"
-    DEAD_LETTER = "dead-letter"
 def _duration(what: str, *limits: float) -> Any:
     return typer.Option(metavar="DURATION", parser=duration(*limits), help=what)
 
 
+class OnError(StrEnum):
+    PAUSE = "pause"
+    RETRY = "retry"
+    DEAD_LETTER = "dead-letter"
     RAISE = "raise"
 
 
@@ -129,7 +133,12 @@ def worker(
     ] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
     queue: Annotated[
-        str | None, typer.Option(metavar="QUEUE", help="Take items from a queue, in place of --topic and --group.")
+        list[str] | None,
+        typer.Option(
+            metavar="QUEUE",
+            help="Take items from a queue, in place of --topic and --group. Repeat it to take from several: the "
+            "threads are shared out among them.",
+        ),
     ] = None,
     registry: Annotated[
         str | None,
@@ -156,6 +165,15 @@ def worker(
     grace: Annotated[
         float, _duration("How long it may take to finish what is in hand, when stopped.", 0, GRACE_S_MAX)
     ] = GRACE_S_DEFAULT,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait/--no-wait", help="At the start, wait until the topics or queues exist, or end with exit code 3."
+        ),
+    ] = True,
+    create: Annotated[
+        bool, typer.Option("--create", help="Create topics and queues that do not exist, with default settings.")
+    ] = False,
     metrics_listen: MetricsListen = None,
     registry_wait: RegistryWait = START_WAIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
@@ -164,9 +182,9 @@ def worker(
     Ctrl-C does not wait.
 
     A process that dies is started again. Events are shown on standard error, each with its time in UTC, and what the
-    handler raises with its traceback. Exit code: 0 after a graceful end, 1 if a worker had to be killed, 2 if the
-    handler cannot be imported, 3 if another start cannot help: a worker can never work as it is set up, has left a
-    partition paused at the end, or its queue was deleted.
+    handler raises with its traceback. Exit code: 0 after a graceful end, 1 if a worker had to be killed, 2 if an option
+    is refused or the handler cannot be imported, 3 if another start cannot help: a worker can never work as it is set
+    up, has left a partition paused at the end, or one of its queues was deleted.
     """
     seconds = {
         "lease_ttl": lease_ttl,
@@ -180,25 +198,22 @@ def worker(
     for url in (at, registry):
         if url is not None and parse(url).scheme == "memory":
             raise typer.BadParameter("memory: exists in one process only, and the workers are several processes")
-    if queue is not None:
+    settings = Settings(handler, [], None, at, registry, threads, grace, given, as_json, waits=wait, creates=create)
+    if queue:
         _refuse_with_queue(context)
-        check_name(queue)
-        with open_hub(at, registry):
+        _refuse_again("--queue", queue)
+        for name in queue:
+            check_name(name)
+        with open_hub(at, registry, may_be_missing=wait or create):
             pass  # a wrong path is reported here; neither the log nor the registry is called
-        _supervise(
-            Settings(handler, [], None, at, registry, threads, grace, given, as_json, queue=queue),
-            processes,
-            metrics_listen,
-            registry_wait,
-        )
+        _supervise(replace(settings, queues=queue), processes, metrics_listen, registry_wait)
         return
     if not topic or group is None:
         raise typer.BadParameter("give --topic and --group, or --queue")
-    if again := [name for number, name in enumerate(topic) if name in topic[:number]]:
-        raise typer.BadParameter(f"--topic {again[0]} is given twice")
-    if at is None:  # enough for a registered source; for a topic, the worker process reports that --at is missing
-        with open_hub(at, registry):
-            pass
+    _refuse_again("--topic", topic)
+    # --registry alone is enough for a registered source; for a topic, the worker process reports that --at is missing.
+    may_be_missing = at is not None and (wait or create)
+    check_places(at, registry, makes_registry=at is not None, may_be_missing=may_be_missing)
     Timings(**given)
     Keys(group)
     assignor_named(assignor)
@@ -215,12 +230,13 @@ def worker(
         options["dead_letters"] = dead_letters
     if until_end:
         options["until"] = "end"
-    _supervise(
-        Settings(handler, topic, group, at, registry, threads, grace, options, as_json),
-        processes,
-        metrics_listen,
-        registry_wait,
-    )
+    settings = replace(settings, topics=topic, group=group, options=options)
+    _supervise(settings, processes, metrics_listen, registry_wait)
+
+
+def _refuse_again(option: str, names: list[str]) -> None:
+    if again := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise typer.BadParameter(f"{option} {again[0]} is given twice")
 
 
 def _refuse_with_queue(context: typer.Context) -> None:
@@ -300,7 +316,7 @@ class Supervisor:
         pause_s, give_up_at = RESTART_S[0], time.monotonic() + self._start_s
         while True:
             try:
-                process = spawn(replace(self._settings, is_trial=True))
+                process = spawn(replace(self._settings, number=TRIAL, is_trial=True), self._reports)
             except OSError as error:  # the system has too many processes, or too little memory
                 how = f"cannot be started: {error}"
             else:

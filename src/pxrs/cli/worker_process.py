@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pxrs
 from pxrs.cli import logs
-from pxrs.cli.restarts import is_final
+from pxrs.cli.restarts import is_final, is_wrong_argument
 from pxrs.cli.terminal import error_text
 from pxrs.cli.worker_settings import (
     EXIT_BAD_HANDLER,
@@ -40,18 +40,31 @@ from pxrs.cli.worker_settings import (
 )
 from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.dead_letters import check_other_topic
-from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
+from pxrs.errors import (
+    Closed,
+    HandlerFailed,
+    PartitionsPaused,
+    PxrsError,
+    QueueExists,
+    TopicExists,
+    UnknownQueue,
+    UnknownTopic,
+)
 from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 from pxrs.log.joined import JoinedSource
 from pxrs.metrics.reports import Reporter
-from pxrs.registry.outage import UNREACHABLE
+from pxrs.registry.outage import SAY_S, UNREACHABLE
+from pxrs.wording import command
 
 if TYPE_CHECKING:
+    from pxrs.queue.handle import QueueHandle
     from pxrs.queue.listener import QueueListener
 
 _LOOK_S: Final = 1.0
 _STOP_AGAIN_S: Final = 0.05
+_MISSING_S: Final = 0.5
+"""How often the trial process looks whether a missing topic or queue exists."""
 
 
 def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
@@ -90,7 +103,9 @@ class Process:
         """lifeline: the pipe that ends when the supervisor dies."""
         self._settings, self._lifeline = settings, lifeline
         self._consumer: Consumer | TopicsConsumer | None = None
-        self._listener: QueueListener | None = None
+        self._listeners: Listeners | None = None
+        self._missing = ""
+        """The topic or queue that the trial process waits for; empty if it waits for none."""
         self._is_stopping = False
         self._finished = threading.Event()
         self._signals, self._signalled = socket.socketpair()
@@ -104,35 +119,35 @@ class Process:
         if settings.report_to is not None:
             os.set_inheritable(settings.report_to, False)
             Reporter(settings.report_to, self._state).start()
-        handler = load_handler(settings.handler, OF_A_MESSAGE if settings.queue is None else OF_AN_ITEM)
+        handler = load_handler(settings.handler, OF_AN_ITEM if settings.queues else OF_A_MESSAGE)
         self._listen()  # the module of the handler may have set its own handlers of these signals
         if not logging.getLogger().handlers:
             level = logging.WARNING if logs.chosen() is None else logs.LEVEL
             logging.getLogger().addHandler(_Lines(settings, level))
             logging.getLogger("pxrs").setLevel(level)
-        options = {} if settings.queue is None else settings.options
+        options = settings.options if settings.queues else {}
         with pxrs.open(settings.at, registry=settings.registry, **options) as hub:
             if settings.is_trial:
                 self._try(hub)
                 return
-            if settings.queue is None:
-                self._consume(hub, handler)
-            else:
-                self._listener = pxrs.QueueListener(hub.queue(settings.queue), handler, settings.threads)
+            if settings.queues:
+                self._listeners = Listeners([hub.queue(name) for name in settings.queues], handler, settings.threads)
                 if not self._is_stopping:
-                    self._listener.run()
+                    self._listeners.run()
+            else:
+                self._consume(hub, handler)
         self._finished.set()
 
     def _state(self) -> dict[str, str]:
         """The state that /readyz of the supervisor shows."""
         if self._is_stopping:
             return {"state": "stopping"}
-        consumer, listener = self._consumer, self._listener
+        consumer, listeners = self._consumer, self._listeners
         if consumer is not None:
             return {"state": "away" if consumer.is_away else "ready" if consumer.problem is None else "disconnected"}
-        if listener is not None:
-            return {"state": "ready" if listener.queue.store.has_lease else "disconnected"}
-        return {"state": "starting"}
+        if listeners is not None:
+            return {"state": "ready" if listeners.has_lease else "disconnected"}
+        return {"state": "starting", "missing": self._missing}
 
     def _consume(self, hub: pxrs.Hub, handler: Any) -> None:
         settings = self._settings
@@ -148,16 +163,79 @@ class Process:
                 consumer.run(handler, settings.threads)
 
     def _try(self, hub: pxrs.Hub) -> None:
-        if self._settings.queue is not None:
-            hub.queue(self._settings.queue)
+        settings = self._settings
+        if settings.creates:
+            self._create_missing(hub)
+        if settings.waits:
+            self._wait_for_missing(hub)
+        if settings.queues:
+            for name in settings.queues:
+                hub.queue(name)
             return
-        source = JoinedSource([hub.readable(topic) for topic in self._settings.topics])
-        dead_letters = self._settings.options.get("dead_letters")
+        source = JoinedSource([hub.readable(topic) for topic in settings.topics])
+        dead_letters = settings.options.get("dead_letters")
         if dead_letters is not None:
             check_other_topic(source.parts, hub.topic(dead_letters).id)
         hub.check_registry()
         # Checks that the registry answers, and makes its tables before several workers try to.
         hub.registry.get("groups")
+
+    def _first_missing(self, hub: pxrs.Hub) -> UnknownTopic | UnknownQueue | None:
+        """The error of the first topic or queue that the worker needs and that does not exist. Creates nothing."""
+        try:
+            for name in self._settings.queues:
+                if hub.parts.registry.is_missing:  # `hub.queue` would create an empty registry
+                    return UnknownQueue(name)
+                hub.queue(name)
+            for name in self._settings.topics:
+                hub.readable(name)
+            if "dead_letters" in self._settings.options:
+                hub.topic(self._settings.options["dead_letters"])
+        except (UnknownTopic, UnknownQueue) as error:
+            return error
+        return None
+
+    def _create_missing(self, hub: pxrs.Hub) -> None:
+        while (missing := self._first_missing(hub)) is not None:
+            kind, name = _named(missing)
+            try:
+                if kind == "queue":
+                    hub.create_queue(name)
+                else:
+                    hub.create_topic(name)
+            except (QueueExists, TopicExists):  # another process has created it since, or it is the name of a source
+                again = self._first_missing(hub)
+                if again is not None and _named(again) == (kind, name):
+                    raise
+            else:
+                text = f"created the {kind} {name} with default settings"
+                tell(self._settings.as_json, "created", text, **_me(self._settings))
+
+    def _wait_for_missing(self, hub: pxrs.Hub) -> None:
+        """Return when everything exists that the worker needs. The wait has no limit: the supervisor ends this process
+        if it is stopped. The wait goes on during an outage."""
+        say_at = 0.0
+        while True:
+            try:
+                missing = self._first_missing(hub)
+                if missing is None:
+                    break
+                kind, name = _named(missing)
+                self._missing = f"{kind} {name}"
+                creation = command(kind, "create", name, *hub.parts.place)
+                advice = f"create it with `{creation}`, or start the worker with --create"
+            except UNREACHABLE as error:
+                if not self._missing:
+                    raise
+                advice = str(error)
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + SAY_S
+                text = f"waiting until the {self._missing} exists: {advice}"
+                tell(self._settings.as_json, "waiting", text, missing=self._missing, **_me(self._settings))
+            time.sleep(_MISSING_S)
+            if self._is_stopping:
+                os._exit(EXIT_FAILED)
+        self._missing = ""
 
     def _listen(self) -> None:
         """Have signals reach the watching thread through a socket, whatever code the main thread runs."""
@@ -179,7 +257,7 @@ class Process:
         left_s = settings.grace_s
         # Repeated: the consumer or the listener may not be made yet.
         while not self._finished.wait(_STOP_AGAIN_S):
-            for at_work in (self._consumer, self._listener):
+            for at_work in (self._consumer, self._listeners):
                 if at_work is not None:
                     at_work.stop()
             is_orphan = is_orphan or bool(select.select([self._lifeline], [], [], 0)[0])
@@ -212,6 +290,57 @@ class Process:
         text = f"worker {self._settings.number}: its handler hangs, {limit_s:g} s after others took over; ending"
         tell(self._settings.as_json, "hung", text, **_me(self._settings))
         os._exit(EXIT_FAILED)
+
+
+def _named(missing: UnknownTopic | UnknownQueue) -> tuple[str, str]:
+    """What does not exist, `topic` or `queue`, and its name."""
+    return ("queue", missing.queue) if isinstance(missing, UnknownQueue) else ("topic", missing.topic)
+
+
+class Listeners:
+    """The listeners of a worker, one for each of its queues, which share its threads. If one ends by itself, because
+    its queue was deleted, the others are stopped."""
+
+    def __init__(self, queues: Sequence[QueueHandle], handler: Any, threads: int) -> None:
+        """threads: of all queues together; each queue has at least one."""
+        least, more = divmod(threads, len(queues))
+        shares = [max(1, least + (number < more)) for number in range(len(queues))]
+        self._all = [pxrs.QueueListener(queue, handler, share) for queue, share in zip(queues, shares, strict=True)]
+        self._failures: list[BaseException] = []
+        """What has ended listeners, in the order in which they ended."""
+        self._is_stopped = False
+
+    @property
+    def has_lease(self) -> bool:
+        return self._all[0].queue.store.has_lease  # all queues of a hub are in one store
+
+    def run(self) -> None:
+        """Return when `stop` was called and all handlers have returned. Raises the first error that has ended a
+        listener."""
+        first, *others = self._all
+        threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in others]
+        for thread in threads:
+            thread.start()
+        self._run(first)
+        for thread in threads:
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _run(self, listener: QueueListener) -> None:
+        try:
+            listener.run()
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            if not (self._is_stopped and isinstance(error, Closed)):  # it was stopped before it was started
+                self._failures.append(error)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Take no more items; running handlers go on. May be called again."""
+        self._is_stopped = True
+        for each in self._all:
+            each.stop()
 
 
 class _Lines(logging.Handler):
@@ -283,7 +412,7 @@ def main() -> None:
         tell(settings.as_json, "bad-handler", f"{who}{error}", **_me(settings))
         sys.exit(EXIT_BAD_HANDLER if settings.is_trial else EXIT_CANNOT_WORK)
     except UnknownQueue as error:
-        is_over = error.queue == settings.queue and not settings.is_trial
+        is_over = error.queue in settings.queues and not settings.is_trial
         _fail(settings, who, error, EXIT_NO_QUEUE if is_over else None)
     # Also if the handler calls `sys.exit`: that does not mean that the work is done.
     except (Exception, SystemExit) as error:  # noqa: BLE001 - shown, and the supervisor decides by the exit code
@@ -303,4 +432,6 @@ def _fail(settings: Settings, who: str, error: BaseException, code: int | None =
     tell(settings.as_json, "failed", f"{who}{text}", traceback=traceback, **fields)
     if settings.is_trial and isinstance(error, UNREACHABLE):
         sys.exit(EXIT_UNREACHABLE)
+    if settings.is_trial and is_wrong_argument(error):
+        sys.exit(EXIT_BAD_HANDLER)
     sys.exit(code or (EXIT_CANNOT_WORK if is_final(error) else EXIT_FAILED))

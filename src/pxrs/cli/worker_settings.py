@@ -9,7 +9,7 @@ import json
 import os
 import signal
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from pxrs.cli.terminal import indented, time_field
@@ -18,6 +18,7 @@ from pxrs.wording import printable, time_text
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_HANDLER: Final = 2
+"""Exit code of the trial process: the handler cannot be imported, or an option is refused. So does the command end."""
 EXIT_PAUSED: Final = 75
 """Exit code: every partition was read up to its end, except those that are paused. A restart would not help."""
 EXIT_NO_QUEUE: Final = 76
@@ -26,6 +27,8 @@ EXIT_CANNOT_WORK: Final = 77
 """Exit code: a new process would fail in the same way (`restarts.py`), so the command ends."""
 EXIT_UNREACHABLE: Final = 78
 """Exit code of the trial process: the registry, or the server, could not be reached. It is started again."""
+TRIAL: Final = 0
+"""The number of the trial process; workers are counted from 1."""
 FINAL: Final = (EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_CANNOT_WORK)
 """The exit codes after which a worker is not started again."""
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -51,8 +54,12 @@ class Settings:
     number: int = 0
     is_trial: bool = False
     """Only check that the handler can be imported, and that the registry and the topic or queue can be opened."""
-    queue: str | None = None
-    """The queue, in place of topic and group."""
+    queues: list[str] = field(default_factory=list)
+    """The queues that the worker takes from, in place of topics and group. Empty if it is a member of a group."""
+    waits: bool = False
+    """The trial process waits until the topics or queues exist, instead of ending with the error that one does not."""
+    creates: bool = False
+    """The trial process creates the topics or queues that do not exist, with the default settings."""
     report_to: int | None = None
     """The descriptor of a pipe for reports of metrics and health; None if the supervisor exports none."""
 

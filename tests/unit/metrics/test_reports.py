@@ -14,7 +14,7 @@ import pytest
 import pxrs
 from pxrs.cli import supervised
 from pxrs.cli.supervised import LATE_S, Monitor, Slot
-from pxrs.cli.worker_process import Process
+from pxrs.cli.worker_process import Listeners, Process
 from pxrs.cli.worker_settings import Settings
 from pxrs.clock import ManualClock
 from pxrs.errors import RegistryUnavailable
@@ -23,7 +23,7 @@ from pxrs.metrics.health import SILENT_S
 from pxrs.metrics.instruments import Distribution, Snapshot
 from pxrs.metrics.reports import Reporter, Reports, dump, load
 from pxrs.testing.handlers import memory_hub
-from pxrs.testing.waiting import eventually
+from pxrs.testing.waiting import aside, eventually
 
 COUNTS: Snapshot = {
     "pxrs.consumer.messages": [(("g", "t"), 7)],
@@ -176,7 +176,7 @@ def test_v4_a_worker_whose_lease_has_ended_is_not_ready_until_it_is_back(
     hub: pxrs.Hub, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the registry cannot be reached, members lose their partitions and queues give out nothing."""
-    listener = pxrs.QueueListener(hub.queue("q"), lambda transaction, item: None)
+    listeners = Listeners([hub.queue("q")], lambda transaction, item: None, 1)
     lifeline = os.open(os.devnull, os.O_RDONLY)
     both = [Process(Settings("m:f", [], None, None, None, 1, 1.0, {}), lifeline) for _ in range(2)]
 
@@ -184,7 +184,9 @@ def test_v4_a_worker_whose_lease_has_ended_is_not_ready_until_it_is_back(
         return [each._state()["state"] for each in both]
 
     assert states() == ["starting", "starting"]
-    with hub.consumer("t", "g") as both[0]._consumer, listener as both[1]._listener:
+    both[1]._listeners = listeners
+    running = aside(listeners.run)
+    with hub.consumer("t", "g") as both[0]._consumer:
         eventually(lambda: states() == ["ready", "ready"])
         with monkeypatch.context() as patch:
             for call in ("_scan", "_get", "_commit", "_lease"):
@@ -192,4 +194,6 @@ def test_v4_a_worker_whose_lease_has_ended_is_not_ready_until_it_is_back(
             clock.advance(60)
             assert states() == ["disconnected", "disconnected"]
         eventually(lambda: states() == ["ready", "ready"])
+    listeners.stop()
+    running.result()
     os.close(lifeline)
