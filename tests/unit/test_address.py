@@ -59,6 +59,8 @@ def test_a_bad_address_is_refused_with_its_reason(url: str, reason: str) -> None
             "postgresql://me:pw@h:5433/d?namespace=prod&timeout=3",
         ),
         ("POSTGRESQL+PSYCOPG://h/d", "postgresql://h/d"),
+        ("postgres://me:pw@h:5433/d?timeout=3", "postgresql://me:pw@h:5433/d?timeout=3"),
+        ("Postgres+psycopg://h/d", "postgresql://h/d"),
         ("oracle+oracledb://u@h/?service_name=s", "oracle://u@h/?service_name=s"),
         ("sqlite+pysqlite:///f.db", "sqlite:///f.db"),
     ],
@@ -75,7 +77,7 @@ def test_a_registry_is_opened_by_an_address_that_names_its_driver(tmp_path: Path
 
 
 def test_a_refused_driver_is_named_without_the_password() -> None:
-    for url in ("postgresql+asyncpg://me:hunter2@h/d", "postgresql+psycopg2:me:hunter2@h/d?password=hunter2"):
+    for url in ("postgres+asyncpg://me:hunter2@h/d", "postgresql+psycopg2:me:hunter2@h/d?password=hunter2"):
         for opens in (parse, registry.open, lambda url: pxrs.open("data", registry=url)):
             with pytest.raises(InvalidUrl) as refused:
                 opens(url)

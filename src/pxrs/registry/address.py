@@ -29,6 +29,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
 DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
 """Scheme of a SQL database -> the driver that pxrs uses. An address may name it as SQLAlchemy does: the scheme
 postgresql+psycopg is the same as postgresql."""
+ALIASES = {"postgres": "postgresql"}
+"""Other spellings of schemes: libpq accepts both of these, and many services print the first."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -183,8 +185,9 @@ def parse(url: str | os.PathLike[str]) -> Address:
 def _without_driver(scheme: str) -> str:
     """Only the scheme is shown in the error: the rest may contain a password."""
     database, plus, driver = scheme.partition("+")
+    database = ALIASES.get(database, database)
     if not plus or database not in DRIVERS:
-        return scheme
+        return f"{database}{plus}{driver}"
     if driver != DRIVERS[database]:
         raise InvalidUrl(
             f"{scheme}: a registry in {database} is reached through {DRIVERS[database]}: write {database}:// or "

@@ -12,6 +12,7 @@ from pxrs.errors import (
     GroupActive,
     GroupError,
     IdentityChanged,
+    ReadFailed,
     SourceChanged,
     UnknownGroup,
 )
@@ -22,7 +23,8 @@ from pxrs.group.records import Checkpoint, Keys, Member
 from pxrs.hashing import xxh64
 from pxrs.registry.contract import Registry
 from pxrs.registry.steps import Write, perform
-from pxrs.sources.sql_table.identity import Meaning, Resolved, identify
+from pxrs.sources import sql_table
+from pxrs.sources.sql_table.identity import Meaning, Resolved, identify, place_of
 from pxrs.testing.waiting import PATIENCE_S
 from tests.unit.sources.shop import PARTITIONS, Shop, handle_all
 
@@ -281,6 +283,15 @@ class TestChangedSettings:
         handle_all(hub, "orders")
         with pytest.raises(GroupError, match="nothing that is called events"):
             hub.group("g").delete(topic="events")
+
+
+def test_postgres_is_another_spelling_of_postgresql() -> None:
+    sqlalchemy = pytest.importorskip("sqlalchemy")
+    pytest.importorskip("psycopg")
+    places = [place_of(sqlalchemy.make_url(f"{scheme}://me@db/shop")) for scheme in ("postgres", "postgresql")]
+    assert places[0] == places[1]
+    with pytest.raises(ReadFailed, match=r"postgresql\+psycopg://me@127\.0\.0\.1:1/shop"):
+        sql_table("postgres://me:secret@127.0.0.1:1/shop", "events", value_column="body")
 
 
 def protocol_of(keys: Keys, source: Any) -> MemberProtocol:

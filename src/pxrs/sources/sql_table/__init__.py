@@ -46,7 +46,11 @@ CONNECT_S_MAX: Final = 10
 """How long a connection to PostgreSQL may take, unless the address or PGCONNECT_TIMEOUT says otherwise."""
 READ_S_MAX: Final = 60.0
 """How long a query may take: the default of `read_timeout`."""
-_DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
+_DRIVERS: Final = {
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+    "oracle": "oracle+oracledb",
+}
 
 
 # Over the limit: two thirds are the settings of a table and what each of them means.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from pxrs.errors import InvalidTopic
+from pxrs.registry.address import ALIASES
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -112,7 +113,7 @@ def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | Non
 def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
     """Dialect, host, port and database of an address, in the canonical spelling. The host may be the folder of a Unix
     socket, or name a service of libpq. Version 0.1 ignored both, and options for host and port: see `identify`."""
-    dialect, database = url.get_backend_name(), url.database
+    dialect, database = ALIASES.get(url.get_backend_name(), url.get_backend_name()), url.database
     if dialect == "sqlite" and database not in (None, "", ":memory:"):
         database = str(Path(str(database)).resolve())
     host, port = url.host or _option(url, "host"), url.port or _option(url, "port")
