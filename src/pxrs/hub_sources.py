@@ -159,6 +159,8 @@ class HubSources:
 
 def _as_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by the names of the arguments of `Hub.add_source`, checked, as fields of `RegisteredSource`."""
+    from pxrs.sources.sql_table.identity import checked_table
+
     fields = dict(settings)
     if fields["settle_s"] is not None:
         fields["settle_s"] = arguments.seconds(InvalidTopic, "settle_s", fields["settle_s"])
@@ -166,7 +168,7 @@ def _as_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(columns, str):
         raise InvalidTopic(f"value_columns is {columns!r}: give a list of names")
     fields["id"] = fields["id"] or ""
-    fields["table"] = arguments.text(InvalidTopic, "table", fields["table"], "its name")
+    fields["table"] = checked_table(arguments.text(InvalidTopic, "table", fields["table"], "its name"))
     fields["value_columns"] = None if columns is None else tuple(columns)
     fields["poll_s"] = arguments.seconds(InvalidTopic, "poll_s", fields["poll_s"], 0, arguments.DAY_S, above=True)
     return fields

@@ -87,6 +87,17 @@ def add(
     url = sql_table if sql_table is not None else os.environ.get(variable_of(name))
     if url is None:
         raise typer.BadParameter(f"give the database's address, or set {variable_of(name)}", param_hint="--sql-table")
+    # The texts are not shown: there may be a password in them.
+    if "://" in table:
+        raise typer.BadParameter(
+            "this is the address of a database, which --sql-table takes: give the table's name, NAME or SCHEMA.NAME",
+            param_hint="--table",
+        )
+    if "://" not in url:
+        raise typer.BadParameter(
+            "this is no address of a database, such as postgresql://HOST/DATABASE; the table's name goes to --table",
+            param_hint="--sql-table" if sql_table is not None else variable_of(name),
+        )
     columns = value_column or []
     if not columns:
         raise typer.BadParameter("give at least one", param_hint="--value-column")

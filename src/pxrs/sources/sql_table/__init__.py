@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 from pxrs import arguments
 from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
-from pxrs.sources.sql_table.identity import Meaning, checked_id, has_misplaced_secret
+from pxrs.sources.sql_table.identity import Meaning, checked_id, checked_table, has_misplaced_secret
 from pxrs.sources.sql_table.pages import Stretch
 from pxrs.sources.sql_table.settled_end import SettledEnd
 from pxrs.sources.sql_table.source import SqlTable
@@ -92,6 +92,7 @@ def sql_table(
 
     Raises InvalidUrl, InvalidTopic, MissingDependency at once, and ReadFailed if the database cannot be reached.
     """
+    checked_table(table)
     if (value_column is None) == (value_columns is None):
         raise InvalidTopic(f"{table}: give value_column or value_columns, one of them")
     if isinstance(value_columns, str) or value_columns == ():

@@ -133,6 +133,16 @@ def has_misplaced_secret(url: URL) -> bool:
     return "@" in (url.host or "") or is_in_database
 
 
+def checked_table(table: str) -> str:
+    """Check the name of a table that a user gives. An address in its place is not shown: it may contain a password."""
+    if "://" in table:
+        raise InvalidTopic(
+            "the table is given as an address: give the name of the table, NAME or SCHEMA.NAME, and the address of its "
+            "database as the url (--sql-table URL)"
+        )
+    return table
+
+
 def checked_id(id: str) -> str:
     """Check an id that a user gives. It becomes a part of registry keys."""
     is_plain = isinstance(id, str) and id.isascii() and id.isalnum() and len(id) <= _ID_CHARACTERS_MAX
