@@ -123,6 +123,7 @@ class HubClients:
             topic_names=self._topics.names,
             home=self._parts.join_registry if has_own_topics else None,
             recorder=self._parts.events,
+            place=self._parts.place,
             **options,
         )
         consumer.hub = hub

@@ -19,6 +19,7 @@ from pxrs.events.storing import EventStore
 from pxrs.events.writer import EventWriter
 from pxrs.hub_record import HubRecordFile
 from pxrs.log.contract import Log
+from pxrs.registry.address import parse
 
 if TYPE_CHECKING:
     from pxrs.events import Event
@@ -61,6 +62,21 @@ class HubParts:
     @property
     def url(self) -> str:
         return self.log.url
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The options that name this hub on the command line, for commands in messages; none for a hub in memory, which
+        no command reaches."""
+        log, registry = self.log, self.registry
+        if registry.is_in_memory:
+            return ()
+        if log.is_kept_by_server:
+            return "--at", log.url
+        given = "--registry", registry.shown
+        if log.folder is None:
+            return given
+        is_own = log.own_registry is not None and parse(log.own_registry) == registry.address
+        return ("--at", log.url) if is_own else ("--at", log.url, *given)
 
     def check_usable(self) -> None:
         """Raise UsedAfterFork, Closed or HubMoved if this process may not use the hub, or not any more."""

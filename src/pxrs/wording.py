@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -22,6 +24,25 @@ def printable(text: str) -> str:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A count and what was counted: "1 message", "2,000 messages". plural: by default the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def command(*words: object) -> str:
+    """A command of `pxrs` that can be copied into a shell, such as `pxrs group describe billing`."""
+    return shlex.join(["pxrs", *map(str, words)])
+
+
+def decisions(group: str, topic: str, partition: int, place: Sequence[str] = ()) -> str:
+    """The commands for a partition that is paused at a message: either lets the group continue.
+
+    place: the options that name the hub on the command line."""
+    retry, skip = (command("group", what, group, topic, partition, *place) for what in ("retry", "skip"))
+    return f"`{retry}` or `{skip}`"
+
+
+def paused_advice(group: str, paused: Sequence[tuple[str, int]], place: Sequence[str] = ()) -> str:
+    """How a group continues of which these partitions (topic and number) are paused. place: see `decisions`."""
+    shown = f"; `{command('group', 'describe', group, *place)}` shows the others" if len(paused) > 1 else ""
+    return f"continue with {decisions(group, *paused[0], place)}{shown}"
 
 
 def time_text(seconds: float | None) -> str:

@@ -52,7 +52,9 @@ def test_x14_describe_shows_each_traceback_once_below_the_partitions_that_it_hol
     assert lines[first + 5] == "    ValueError: no"
     assert lines[first + 6] == "t/2 is paused at offset 0: ValueError: \\x1b[31m partition 2"
     assert lines[first + 11] == "t/3 is paused at offset 0: ValueError: old", "of version 0.1, without a traceback"
-    assert len(lines) == first + 12
+    commands = (f"`pxrs group {what} g t 0 --at {hub.url}`" for what in ("retry", "skip"))
+    assert lines[first + 12] == f"continue t/0 with {' or '.join(commands)}"
+    assert [line.split()[1] for line in lines[first + 12 :]] == ["t/0", "t/1", "t/2", "t/3"]
     plain = json.loads(call(hub, "group", "describe", "g", "--json"))
     paused = plain["partitions"][0]["paused"]
     assert (paused["error_type"], "in reject" in paused["traceback"]) == ("ValueError", True)

@@ -106,11 +106,13 @@ def test_the_numbers_are_those_of_describe(hub: Hub, call: Call, through: str) -
 
 
 def test_what_needs_attention_is_told_the_urgent_first(hub: Hub) -> None:
-    told = Looker(hub, has_log=True).look().attention
+    told = Looker(hub, has_log=True, place=["--at", "my data"]).look().attention
+    paused = "1 of 4 partitions paused by a message that failed: `pxrs group describe billing --at 'my data'` shows how"
+    letters = "see `pxrs queue dead list mail --at 'my data'`, then `pxrs queue dead retry mail --at 'my data'`"
     assert [(each.kind, each.name, each.text) for each in told if each.is_urgent] == [
-        ("group", "billing", "1 of 4 partitions paused by a message that failed"),
+        ("group", "billing", f"{paused} to continue"),
         ("group", "left", "lag 12, and no members"),
-        ("queue", "mail", "1 dead letter"),
+        ("queue", "mail", f"1 dead letter: {letters}"),
     ]
     others = [(each.kind, each.name, each.text) for each in told if not each.is_urgent]
     assert others[0] == ("group", "billing", "1 of 4 partitions without an owner")

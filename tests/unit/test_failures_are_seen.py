@@ -26,6 +26,7 @@ from pxrs.model import Message
 from pxrs.producer.producer import Producer
 from pxrs.producer.tables import MESSAGE_BYTES_MAX
 from pxrs.testing.waiting import aside, eventually
+from pxrs.wording import decisions
 
 PATIENCE_S = 30.0
 SOON_S = 0.02
@@ -88,18 +89,19 @@ def test_x14_a_pause_is_logged_with_what_was_raised_and_where(
     hub: Hub, records: Callable[[], list[logging.LogRecord]]
 ) -> None:
     create(hub, 3)
-    with pytest.raises(PartitionsPaused):
+    with pytest.raises(PartitionsPaused) as paused:
         run_to_the_end(hub)
     (record,) = records()
     assert record.levelno == logging.ERROR
+    commands = decisions("g", "t", 0, hub.parts.place)
     assert record.getMessage() == (
-        "group g, t/0 offset 0: the handler failed, pausing the partition until `pxrs group retry` or `skip`: "
-        "ValueError: not 0"
+        f"group g, t/0 offset 0: the handler failed, pausing the partition until {commands}: ValueError: not 0"
     )
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], ValueError)
     fields = ("group", "topic", "partition", "offset", "error_type")
     assert [getattr(record, name) for name in fields] == ["g", "t", 0, 0, "ValueError"]
+    assert str(paused.value).endswith(f", short of the end; continue with {commands}")
 
 
 def test_x14_each_try_of_a_retry_is_logged_the_first_alone_with_its_traceback(

@@ -69,6 +69,7 @@ def test_a_description_prints_as_tables_of_members_and_partitions() -> None:
         "orders          3      3           -  1,205    -  free                  -",
         "",
         "orders/2 is paused at offset 1200: ValueError: bad\\x07\\nsecond",
+        "continue orders/2 with `pxrs group retry billing orders 2` or `pxrs group skip billing orders 2`",
     ]
 
 

@@ -306,3 +306,18 @@ def test_a_table_of_all_there_is_goes_on_where_retention_has_been(monkeypatch: p
         assert topic.to_arrow()["value"].to_pylist() == [b"2", b"3"]
         with pytest.raises(OffsetTrimmed):
             topic.to_arrow(start=1)
+
+
+def test_a_hub_knows_the_options_that_name_it_on_the_command_line(tmp_path: Path) -> None:
+    data, other = str(tmp_path / "data"), f"sqlite:///{tmp_path}/other.db"
+    hidden = "postgresql://me:secret@db/d?namespace=shop"
+    for url, registry, place in (
+        ("memory:", None, ()),
+        (data, None, ("--at", data)),
+        (data, f"{data}/registry", ("--at", data)),
+        (data, other, ("--at", data, "--registry", other)),
+        (data, hidden, ("--at", data, "--registry", "postgresql://me:***@db/d?namespace=shop")),
+        (None, other, ("--registry", other)),
+    ):
+        with pxrs.open(url, registry) as hub:
+            assert hub.parts.place == place, (url, registry)

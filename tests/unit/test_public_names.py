@@ -17,7 +17,7 @@ from pxrs.options import ConsumerOptions, ProducerOptions, TopicsConsumerOptions
 from pxrs.producer.producer import Producer
 
 GIVEN_BY_THE_HUB: dict[type, set[str]] = {
-    kind: {"topic_names", "home", "recorder"} for kind in (Consumer, TopicsConsumer)
+    kind: {"topic_names", "home", "recorder", "place"} for kind in (Consumer, TopicsConsumer)
 }
 """Keyword arguments of the constructors that a hub fills in itself, so that its own methods do not take them."""
 TOUCHED = [

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from pxrs.cli.completion import complete_queue
-from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub, place_of
 from pxrs.cli.terminal import (
     cell,
     data_field,
@@ -24,7 +24,7 @@ from pxrs.cli.terminal import (
     tell_error,
 )
 from pxrs.queue.items import Item
-from pxrs.wording import counted, printable, time_text
+from pxrs.wording import command, counted, printable, time_text
 
 app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=complete_queue)]
@@ -72,7 +72,7 @@ def retry(queue: Name, at: MaybeAt = None, ids: Ids = None, registry: RegistryUr
     with open_hub(at, registry) as hub:
         done = hub.queue(queue).dead_letters().retry(ids or None)
     typer.echo(f"{counted(done, 'dead letter')} of {queue} will be tried again")
-    _tell_missing(queue, ids, done)
+    _tell_missing(queue, ids, done, place_of(at, registry))
 
 
 @app.command()
@@ -84,7 +84,7 @@ def purge(queue: Name, at: MaybeAt = None, ids: Ids = None, yes: Yes = False, re
             confirm(f"Remove {counted(len(letters), 'dead letter')} of {queue} for good?", yes)
         done = letters.purge(ids or None)
     typer.echo(f"removed {counted(done, 'dead letter')} of {queue}")
-    _tell_missing(queue, ids, done)
+    _tell_missing(queue, ids, done, place_of(at, registry))
 
 
 def print_items(items: Iterable[Item], as_json: bool) -> None:
@@ -116,9 +116,9 @@ def _plain(item: Item) -> dict[str, Any]:
     return {**found, **died_at, "error_type": item.error_type, "traceback": item.traceback}
 
 
-def _tell_missing(queue: str, ids: list[str] | None, done: int) -> None:
+def _tell_missing(queue: str, ids: list[str] | None, done: int, place: list[str]) -> None:
     missing = len(set(ids or ())) - done
     if ids and missing:
         what = "is no dead letter" if missing == 1 else "are no dead letters"
-        tell_error(f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
+        tell_error(f"{missing} of these {what} of {queue}: see `{command('queue', 'dead', 'list', queue, *place)}`")
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ import typer
 
 from pxrs.cli.completion import complete_group
 from pxrs.cli.moments import FORMS, moment
-from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub, place_of
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
 from pxrs.wording import counted, printable
@@ -82,12 +82,13 @@ def describe(
     partition that is paused by a message, the traceback of its handler follows; not with --watch. With --watch and
     --json, one line is printed for each change.
     """
+    place = place_of(at, registry)
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
         if watch:
-            _follow(hub, handle, as_json)
+            _follow(hub, handle, as_json, place)
             return
-        _show(handle.describe(), as_json)
+        _show(handle.describe(), as_json, place)
 
 
 @app.command()
@@ -262,14 +263,14 @@ def _tell_offsets(offsets: dict[str, dict[int, int]], as_json: bool) -> None:
     show(table)
 
 
-def _show(found: GroupDescription, as_json: bool) -> None:
+def _show(found: GroupDescription, as_json: bool, place: Sequence[str]) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(found)))
     else:
-        show(_picture(found, has_tracebacks=True))
+        show(_picture(found, place, has_tracebacks=True))
 
 
-def _follow(hub: Hub, handle: GroupHandle, as_json: bool) -> None:
+def _follow(hub: Hub, handle: GroupHandle, as_json: bool, place: Sequence[str]) -> None:
     """Open the watch, then show the group (R2); show it again when the watch wakes, or when the lag on the screen is
     old."""
     from rich.live import Live
@@ -279,18 +280,18 @@ def _follow(hub: Hub, handle: GroupHandle, as_json: bool) -> None:
     with hub.registry.watch(Keys(handle.name).root) as watch:
         found = handle.describe()
         if not as_json and is_terminal():
-            with Live(_picture(found), console=console(), auto_refresh=False) as live:
+            with Live(_picture(found, place), console=console(), auto_refresh=False) as live:
                 while True:
-                    live.update(_picture(handle.describe()), refresh=True)
+                    live.update(_picture(handle.describe(), place), refresh=True)
                     time.sleep(PAUSE_S)
                     watch.wait(REFRESH_S - PAUSE_S)
-        _show(found, as_json)
+        _show(found, as_json, place)
         while True:
             time.sleep(PAUSE_S)
             watch.wait(REFRESH_S - PAUSE_S)
             last, found = found, handle.describe()
             if found != last:
-                _show(found, as_json)
+                _show(found, as_json, place)
 
 
 def _plain(found: GroupDescription) -> dict[str, Any]:
@@ -315,13 +316,14 @@ def _with_time(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> RenderableType:
+def _picture(found: GroupDescription, place: Sequence[str], *, has_tracebacks: bool = False) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     from pxrs.group.description import (
         MEMBER_COLUMNS,
         PARTITION_COLUMNS,
+        advice,
         member_rows,
         partition_rows,
         pause_text,
@@ -339,6 +341,7 @@ def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> Render
         held += [Text.assemble((place_text(row), "bold red"), f" {pause_text(row)}") for row in rows]
         if traceback and has_tracebacks:
             held.append(Text(indented(traceback)))
+    held += [Text(line) for line in advice(found, place)]
     return Group(head, *([members] if found.members else []), partitions, *held)
 
 

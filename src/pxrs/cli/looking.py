@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -93,9 +93,17 @@ class Look:
 class Looker:
     """Looks at a hub again and again, and remembers the offsets of the last look, for the rates."""
 
-    def __init__(self, hub: Hub, *, has_log: bool, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """has_log: False for a hub without a directory, which has no topics. monotonic: the clock of the rates."""
-        self._hub, self._has_log, self._monotonic = hub, has_log, monotonic
+    def __init__(
+        self,
+        hub: Hub,
+        *,
+        has_log: bool,
+        place: Sequence[str] = (),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """has_log: False for a hub without a directory, which has no topics. place: the options that name the hub on
+        the command line. monotonic: the clock of the rates."""
+        self._hub, self._has_log, self._place, self._monotonic = hub, has_log, place, monotonic
         self._rates = Rates()
         self._failures: dict[str, tuple[float, Seen]] = {}
         """Registered sources that could not be read: until when they are not tried again, and why."""
@@ -126,7 +134,7 @@ class Looker:
         groups += [self._group(name, state, seen, registered, began) for name, state in states.items()]
         groups.sort(key=lambda each: each.group)
         queues = [queue_look(self._hub.registry, handle) for handle in self._hub.queues()]
-        urgent_first = sorted(attention(topics, groups, queues), key=lambda each: not each.is_urgent)
+        urgent_first = sorted(attention(topics, groups, queues, self._place), key=lambda each: not each.is_urgent)
         return Look(began, topics, groups, queues, urgent_first)
 
     def _extents(self, topic: Topic, reached: Reached) -> Seen | None:
@@ -251,8 +259,10 @@ def queue_look(registry: Registry, handle: QueueHandle) -> QueueLook:
     return QueueLook(queue.name, *(len(registry.scan(folder, limit=QUEUE_PAGE)) for folder in folders))
 
 
-def attention(topics: list[TopicLook], groups: list[GroupLook], queues: list[QueueLook]) -> Iterator[Attention]:
-    """What somebody should look at."""
+def attention(
+    topics: list[TopicLook], groups: list[GroupLook], queues: list[QueueLook], place: Sequence[str] = ()
+) -> Iterator[Attention]:
+    """What somebody should look at. place: the options that name the hub on the command line."""
     for topic in topics:
         if topic.problem is not None:
             yield Attention(topic.messages is None, "topic", topic.topic, topic.problem)
@@ -266,6 +276,7 @@ def attention(topics: list[TopicLook], groups: list[GroupLook], queues: list[Que
             unowned=group.unowned,
             stale_s=group.stale_s,
             problem=group.problem,
+            place=place,
         )
     for queue in queues:
-        yield from of_queue(queue.queue, queue.dead, is_exact=queue.dead < QUEUE_PAGE)
+        yield from of_queue(queue.queue, queue.dead, is_exact=queue.dead < QUEUE_PAGE, place=place)

@@ -55,7 +55,7 @@ def top(
     from pxrs.cli.looking import Looker
 
     with open_hub(at, registry) as hub:
-        looker = Looker(hub, has_log=at is not None)
+        looker = Looker(hub, has_log=at is not None, place=place_of(at, registry))
         if as_json:
             while True:
                 typer.echo(json.dumps(plain(looker.look())))

@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
@@ -96,6 +96,7 @@ class BaseConsumer(ABC, Generic[P]):
         topic_names: Callable[[], Mapping[str, str]] | None = None,
         home: Callable[[], Home | None] | None = None,
         recorder: Recorder = LOGGED_ONLY,
+        place: Sequence[str] = (),
     ) -> None:
         """
         name:             shown by `describe`; by default the host's and the process's.
@@ -125,6 +126,8 @@ class BaseConsumer(ABC, Generic[P]):
         home:             gives the identity of the hub that the source belongs to, None if it belongs to none; raises
                           if this process may not join groups there. A hub gives its own.
         recorder:         keeps the events of the member; a hub gives its own.
+        place:            the options that name the hub on the command line, such as --at, for messages; a hub gives
+                          its own.
         """
         # Over the limit: 28 lines are the signature, and the rest builds the parts in the order in which
         # they depend on each other. `ConsumerOptions` repeats the signature, and a test compares the two.
@@ -174,6 +177,7 @@ class BaseConsumer(ABC, Generic[P]):
             prefetch_bytes=prefetch_bytes,
             skips_trimmed=on_trimmed == "skip",
             ends=ends,
+            place=place,
         )
         self._lanes, self._settling = self._hand_out.lanes, self._hand_out.settling
         self._read_ahead, self._changes = self._hand_out.read_ahead, self._hand_out.changes

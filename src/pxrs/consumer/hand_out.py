@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from pxrs.clock import Clock
 from pxrs.consumer.changes import Changes
@@ -37,6 +37,7 @@ from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
 from pxrs.waiting import Cancel
+from pxrs.wording import paused_advice
 
 _logger = logging.getLogger(__name__)
 
@@ -56,12 +57,14 @@ class HandOut:
         prefetch_bytes: int,
         skips_trimmed: bool,
         ends: Mapping[int, int] | None,
+        place: Sequence[str] = (),
     ) -> None:
         """The keyword arguments are those of `Settling` and `ReadAhead`.
 
+        place: the options that name the hub on the command line, for messages.
         ends: with until="end", the offset at which each partition ends; otherwise None."""
         self.source, self.member, self.clock, self.lifetime = source, member, clock, lifetime
-        self.group, self.names = member.keys.group, names
+        self.group, self.names, self.place = member.keys.group, names, place
         self.lanes, self.changes = Lanes(self.group, names), Changes()
         self.read_ahead = ReadAhead(
             source,
@@ -208,7 +211,9 @@ class HandOut:
         if not self.member.session.are_meant_for_others(others):
             return False
         if short:
-            raise PartitionsPaused(self.group, self.names.named(sorted(lane.partition for lane in short)))
+            paused = sorted(lane.partition for lane in short)
+            advice = paused_advice(self.group, [self.names.place(number) for number in paused], self.place)
+            raise PartitionsPaused(self.group, self.names.named(paused), advice)
         return True
 
 

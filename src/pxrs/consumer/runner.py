@@ -42,6 +42,7 @@ from pxrs.log.batch import Batch
 from pxrs.model import Message
 from pxrs.producer.producer import Producer
 from pxrs.tracing import ConsumerTracing
+from pxrs.wording import decisions
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +50,6 @@ ON_ERROR: Final = ("pause", "retry", "dead-letter", "raise")
 THREADS_MAX: Final = 1_000
 LOOK_S: Final = 0.05
 """How often a thread that waits before a retry checks whether the partition is to be released."""
-PAUSING: Final = "pausing the partition until `pxrs group retry` or `skip`"
 Handler = Callable[[Message], object]
 
 
@@ -244,7 +244,7 @@ class Runner:
                     return False  # the next owner handles the message
                 failure = failure.followed_by("the dead letter could not be sent", second)
             case _:
-                self._log_failure(logging.ERROR, message, error, failure, PAUSING)
+                self._log_failure(logging.ERROR, message, error, failure, self._pausing(message))
         failed("paused")
         self._hand_out.member.pause(lane, message.offset, failure)
         return False
@@ -260,9 +260,15 @@ class Runner:
             dead_letters.send(self._policy.dead_letters, self._hand_out.source.parts, message, failure)
         except Exception as error:  # noqa: BLE001 - stored with the pause, and logged
             second = failure_of(error)
-            self._log_failure(logging.ERROR, message, error, second, PAUSING, "its dead letter could not be sent")
+            pausing = self._pausing(message)
+            self._log_failure(logging.ERROR, message, error, second, pausing, "its dead letter could not be sent")
             return error
         return None
+
+    def _pausing(self, message: Message) -> str:
+        hand_out = self._hand_out
+        commands = decisions(hand_out.group, message.topic, message.partition, hand_out.place)
+        return f"pausing the partition until {commands}"
 
     def _log_failure(
         self,

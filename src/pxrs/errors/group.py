@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pxrs.errors.general import InvalidArgument, PxrsError
 from pxrs.errors.registry import OutcomeUnknown, RegistryUnavailable
+from pxrs.wording import command
 
 Partition = int | tuple[str, int]
 """The number of a partition; or, for a member that was made to read several topics, a `pxrs.TopicPartition`."""
@@ -217,16 +218,17 @@ class CheckpointOutOfRange(GroupError):
 
 class PartitionsPaused(GroupError):
     """Every partition was read up to its end, except those that are paused because a message could not be handled.
-    Decide with `pxrs group retry` or `skip`, then read on."""
+    Decide with `pxrs group retry` or `skip`, then read on. `advice` has the whole commands."""
 
     code = "group.partitions-paused"
 
-    def __init__(self, group: str, partitions: Sequence[Partition]) -> None:
+    def __init__(self, group: str, partitions: Sequence[Partition], advice: str = "") -> None:
         self.group, self.partitions = group, tuple(partitions)
+        self.advice = advice or f"`{command('group', 'describe', group)}` shows how to continue"
         names = _listed(self.partitions)
         super().__init__(
-            f"group {group}: a message that could not be handled holds up partition {names}, short of the end; see "
-            f"`pxrs group describe {group}`, then `pxrs group retry` or `skip`"
+            f"group {group}: a message that could not be handled holds up partition {names}, short of the end; "
+            f"{self.advice}"
         )
 
 

@@ -17,7 +17,7 @@ from pxrs.group.lag import Seen, TopicLag
 from pxrs.group.records import Paused
 from pxrs.group.snapshot import GroupState
 from pxrs.log.numbering import TopicPartition
-from pxrs.wording import counted, printable, time_text
+from pxrs.wording import counted, decisions, printable, time_text
 
 Columns = Sequence[tuple[str, bool]]
 """The name of each column, and whether it holds numbers, which are aligned at the right."""
@@ -223,7 +223,7 @@ def group_text(found: GroupDescription) -> str:
     if problems := [printable(each.problem) for each in found.topics if each.problem is not None]:
         parts.append("\n".join(problems))
     if paused := [f"{place_text(row)} {pause_text(row)}" for row in found.partitions if row.paused is not None]:
-        parts.append("\n".join(paused))
+        parts.append("\n".join([*paused, *advice(found)]))
     return "\n\n".join(parts)
 
 
@@ -281,6 +281,17 @@ def pause_text(row: PartitionDescription) -> str:
     assert row.paused is not None
     what = "is about to skip" if row.paused.skip else "is paused at"
     return f"{what} offset {row.paused.offset}: {printable(row.paused.error)}"
+
+
+def advice(found: GroupDescription, place: Sequence[str] = ()) -> list[str]:
+    """The commands that let each paused partition continue, a line for each.
+
+    place: the options that name the hub on the command line."""
+    return [
+        printable(f"continue {place_text(row)} with {decisions(found.name, row.topic, row.partition, place)}")
+        for row in found.partitions
+        if row.paused is not None and not row.paused.skip
+    ]
 
 
 def _owner(row: PartitionDescription, names: dict[str, str]) -> str:

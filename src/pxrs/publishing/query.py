@@ -49,6 +49,7 @@ from pxrs.publishing.planning import (
 from pxrs.publishing.records import is_any_reached, published_spans
 from pxrs.publishing.starting import first_offsets
 from pxrs.registry.contract import Registry
+from pxrs.wording import paused_advice
 
 _logger = logging.getLogger(__name__)
 
@@ -73,11 +74,13 @@ class Query:
         options: QueryOptions,
         home: Callable[[], Home | None] | None = None,
         recorder: Recorder = LOGGED_ONLY,
+        place: Sequence[str] = (),
     ) -> None:
         """Join the group. Raises GroupActive if the query must be alone and other members stay for two leases.
 
-        home, recorder: as `GroupMember` takes them: the hub to which the source belongs, and its events."""
-        self.source = source
+        home, recorder: as `GroupMember` takes them: the hub to which the source belongs, and its events.
+        place: the options that name the hub on the command line, for messages."""
+        self.source, self._place = source, place
         self._registry, self._options = registry, options
         self.targets: dict[TopicPartition, int] | None = None
         """By topic id and partition, the offset up to which the query reads; None if it goes on for ever."""
@@ -148,7 +151,7 @@ class Query:
             if count > 0 and self._hand_out(lane, span):
                 planned[number] = span
         if self._paused and not planned and self.targets is not None:
-            raise PartitionsPaused(self._options.group, self.source.named(self._paused))
+            raise self._held_up(self._paused)
         self._idle = None if counts else (start, ends, changes, math.inf if delay is None else delay.due)
         return {**start, **planned}
 
@@ -274,11 +277,16 @@ class Query:
         before, self._paused = self._paused, sorted(n for n in paused if lanes[n].position < ends[n])
         if not self._paused:
             return
-        error = PartitionsPaused(self._options.group, self.source.named(self._paused))
+        error = self._held_up(self._paused)
         if not self._options.is_shared:
             raise error
         if self._paused != before:
             _logger.warning("%s", error)
+
+    def _held_up(self, paused: Sequence[int]) -> PartitionsPaused:
+        group, places = self._options.group, [self.source.place(number) for number in paused]
+        advice = paused_advice(group, [(part.name, number) for part, number in places], self._place)
+        return PartitionsPaused(group, self.source.named(paused), advice)
 
     def _available(self, lane: Lane, end: int) -> int:
         """How many offsets of a lane can be read. Raises DataLost if retention has removed some of them."""
@@ -351,7 +359,7 @@ class Query:
             # The engine would count the batch as finished with all its ranges, and never read the missing ones.
             lanes = self.membership.lanes
             if paused := [number for number in missing if number in lanes and lanes[number].is_paused]:
-                raise PartitionsPaused(self._options.group, self.source.named(paused))
+                raise self._held_up(paused)
             raise PartitionLost(self._options.group, self.source.named(missing), advice=RESTART)
         return {number: spans[number] for number in fences}, fences
 

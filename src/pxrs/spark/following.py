@@ -184,4 +184,4 @@ def join_query(hub: Hub, options: ReadOptions, topics: Sequence[TopicLog] | None
         else {each.name: chosen.partitions_of(each.name, each.partitions) for each in topics},
     )
     source = topics[0] if len(topics) == 1 else JoinedSource(topics)
-    return Query(source, hub.registry, how, hub.join_registry, hub.parts.events)
+    return Query(source, hub.registry, how, hub.join_registry, hub.parts.events, hub.parts.place)

@@ -22,6 +22,7 @@ from pxrs.web.queries import SeenQuery
 from pxrs.web.queues import ListedItem, WatchedQueue
 from pxrs.web.timeline import timeline
 from pxrs.web.topics import Glanced
+from pxrs.wording import command
 
 ATTENTION_MAX: Final = 100
 ROWS_MAX: Final = 1_000
@@ -66,6 +67,7 @@ def _attention(
     observer: Observer, groups: list[dict[str, Any]], found: list[dict[str, Any]], now: float
 ) -> Iterator[Attention]:
     """What somebody should look at: by the rules of `pxrs.attention`, and what could not be read."""
+    place = observer.hub.parts.place
     for each in observer.topics.damaged:
         yield Attention(True, "topic", each.name, f"damaged: {each.error}")
     for topic in observer.topics.by_name.values():
@@ -86,9 +88,10 @@ def _attention(
             unowned=row["unowned"],
             stale_s=None if oldest is None else now - oldest,
             problem=row["lag_problem"],
+            place=place,
         )
     for row in found:
-        yield from of_queue(row["queue"], row["dead"], is_exact=row["dead"] < queues.COUNT_MAX)
+        yield from of_queue(row["queue"], row["dead"], is_exact=row["dead"] < queues.COUNT_MAX, place=place)
 
 
 # Topics.
@@ -170,11 +173,11 @@ def group(observer: Observer, name: str) -> dict[str, Any]:
     for each in found.topics:  # have their offsets read at each refresh while somebody looks at the group
         if each.topic_id in observer.topics.by_id:
             observer.topics.by_id[each.topic_id].warm_until = now + 15.0
-    return {**status(observer), **described(found)}
+    return {**status(observer), **described(found, observer.hub.parts.place)}
 
 
-def described(found: GroupDescription) -> dict[str, Any]:
-    """A description as the page gets it."""
+def described(found: GroupDescription, place: Sequence[str] = ()) -> dict[str, Any]:
+    """A description as the page gets it. place: the options that name the hub on the command line."""
     return {
         "group": found.name,
         "generation": found.generation,
@@ -189,22 +192,25 @@ def described(found: GroupDescription) -> dict[str, Any]:
         "partitions": len(found.partitions),
         "paused": sum(each.paused is not None for each in found.partitions),
         "unowned": sum(not each.is_owner_there for each in found.partitions),
-        "rows": _partition_rows(found.partitions),
+        "rows": _partition_rows(found, place),
         "topics": [asdict(each) for each in found.topics],
     }
 
 
-def _partition_rows(rows: Sequence[PartitionDescription]) -> list[dict[str, Any]]:
+def _partition_rows(group: GroupDescription, place: Sequence[str]) -> list[dict[str, Any]]:
     """At most `ROWS_MAX`, in their order: those that are paused, without an owner, or have the most lag."""
+    rows: Sequence[PartitionDescription] = group.partitions
     if len(rows) > ROWS_MAX:
         urgent = sorted(rows, key=lambda each: (each.paused is None, each.is_owner_there, -(each.lag or 0)))[:ROWS_MAX]
         chosen = {(each.topic_id, each.partition) for each in urgent}
         rows = [each for each in rows if (each.topic_id, each.partition) in chosen]
     found = [asdict(each) for each in rows]
-    for at, paused in enumerate(fields["paused"] for fields in found if fields["paused"] is not None):
-        paused["failure"] = None
+    for at, row in enumerate(row for row in found if row["paused"] is not None):
+        row["paused"]["failure"] = None
+        where = (group.name, row["topic"], row["partition"], *place)
+        row["paused"]["commands"] = [command("group", what, *where) for what in ("retry", "skip")]
         if at >= TRACEBACKS_MAX:
-            paused["traceback"] = ""
+            row["paused"]["traceback"] = ""
     return found
 
 
@@ -253,6 +259,7 @@ def queue(observer: Observer, name: str) -> dict[str, Any]:
             "backoff": repr(found.queue.backoff),
             "created": found.queue.created,
         },
+        "retry": command("queue", "dead", "retry", name, *observer.hub.parts.place),
     }
 
 

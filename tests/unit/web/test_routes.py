@@ -282,3 +282,27 @@ def test_the_time_of_a_message_is_in_seconds(hub: pxrs.Hub, page: WebServer) -> 
     (message,) = get(page, "/api/topics/orders/messages?limit=1&partition=0&offset=0")["messages"]
     stored = next(iter(hub.topic("orders").messages(0)))
     assert message["time"] * 1e6 == pytest.approx(stored.timestamp, abs=1)
+
+
+def test_a_page_that_is_read_only_has_the_commands_that_decide_about_failed_messages(tmp_path: Path) -> None:
+    def reject(message: object) -> None:
+        raise ValueError("no")
+
+    with pxrs.open(tmp_path / "my hub") as hub:
+        hub.create_topic("t", 1)
+        with hub.producer("t") as out:
+            out.send(b"x")
+        with hub.consumer("t", "g", until="end") as inbox, pytest.raises(pxrs.errors.PartitionsPaused):
+            inbox.run(reject)
+        hub.create_queue("q", pxrs.ConsumeOnce()).put("x")
+        with hub.transaction() as tx:
+            assert tx.take("q", timeout=30) is not None
+            tx.rollback("no")
+        with server(hub) as page:
+            at = f"--at '{hub.url}'"
+            (row,) = get(page, "/api/groups/g")["rows"]
+            assert row["paused"]["commands"] == [f"pxrs group retry g t 0 {at}", f"pxrs group skip g t 0 {at}"]
+            assert get(page, "/api/queues/q")["retry"] == f"pxrs queue dead retry q {at}"
+            texts = " ".join(each["text"] for each in get(page, "/api/overview")["attention"])
+    assert f"`pxrs group describe g {at}` shows how to continue" in texts
+    assert f"see `pxrs queue dead list q {at}`, then `pxrs queue dead retry q {at}`" in texts

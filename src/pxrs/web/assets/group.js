@@ -59,5 +59,6 @@ function pausedRow(state, row, open) {
     h("h3", null, `${row.topic}/${row.partition} at offset ${count(row.paused.offset)}`),
     h("p", null, row.paused.error, " ", h("span", { class: "quiet" }, row.paused.by ? `(${row.paused.by}, ${ago(state.data.now, row.paused.when)})` : "")),
     row.paused.traceback ? h("details", { open }, h("summary", null, "Traceback"), h("pre", null, row.paused.traceback)) : null,
-    h("p", { class: "bar" }, button(state, "retry", given), button(state, "skip", given)));
+    state.session.has_actions ? h("p", { class: "bar" }, button(state, "retry", given), button(state, "skip", given)) : null,
+    state.session.has_actions || row.paused.skip ? null : h("p", null, "Continue with ", h("code", null, row.paused.commands[0]), " or ", h("code", null, row.paused.commands[1])));
 }

@@ -32,7 +32,8 @@ export function render(state) {
     card("Items", list(state, items, isDead),
       h("div", { class: "bar", role: "group", "aria-label": "State" }, STATES.map(([value, text]) => h("button", { type: "button", "data-do": "state", "data-state": value, "aria-pressed": String(found.of === value) }, text))),
       h("div", { class: "bar", role: "group", "aria-label": "View" }, ["json", "text", "hex"].map((view) => h("button", { type: "button", "data-do": "view", "data-view": view, "aria-pressed": String(state.local.view === view) }, view))),
-      h("div", { class: "bar" }, tools)),
+      h("div", { class: "bar" }, tools),
+      isDead && found.dead && !state.session.has_actions ? h("p", { class: "body" }, "Put them back with ", h("code", null, found.retry)) : null),
     card("Settings", h("div", { class: "body" }, facts({ ...found.settings, created: moment(found.settings.created) })), button(state, "delete-queue", { queue: found.queue })),
   ];
 }
