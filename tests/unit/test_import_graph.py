@@ -29,7 +29,7 @@ from tests.unit.source_code import ROOT, SOURCE, paths, trees
 BASE = (
     *("errors", "model", "clock", "arguments", "wording", "attention", "disk", "dropped", "failures"),
     *("grpc_fork", "handler", "hashing", "inotify", "launching", "limited_log", "metrics", "plugins"),
-    *("scheduler", "tracing", "waiting"),
+    *("ports", "scheduler", "tracing", "waiting"),
 )
 HOME = ("hub_record", "belonging", "hub_parts")
 HUB = (

@@ -21,9 +21,10 @@ from socketserver import ThreadingMixIn
 from types import TracebackType
 from typing import Any, Final, Self
 
-from pxrs.errors import CannotListen, InvalidArgument
+from pxrs.errors import InvalidArgument
 from pxrs.limited_log import LimitedLog
 from pxrs.metrics.health import Probe, always
+from pxrs.ports import cannot_listen
 
 CONNECTIONS_MAX: Final = 16
 CONNECTION_S: Final = 15.0
@@ -63,7 +64,7 @@ class Endpoint:
         except UnicodeError as error:
             raise InvalidArgument(f"cannot listen for metrics on {listen}: {host[:100]!r} is no host name") from error
         except OSError as error:
-            raise CannotListen(f"cannot listen for metrics on {listen}: {error.strerror or error}") from error
+            raise cannot_listen(listen, error, " for metrics") from error
         bound = self._server.socket.getsockname()[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         """Host and port."""

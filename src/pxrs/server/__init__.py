@@ -7,6 +7,7 @@
 | `service` | maps the methods of Arrow Flight to the modules below; errors become gRPC statuses |
 | `apart` | runs a server on a thread of its own |
 | `health` | gRPC's health checking |
+| `grpc_port` | binds the port, and says why it cannot be had |
 | `control`, `waits` | one control stream: calls; watches and subscriptions |
 | `served` | what the server stands in front of |
 | `calls` | what each call does with the hub |

@@ -19,7 +19,6 @@ from pxrs import grpc_fork  # first: it imports gRPC in its own way
 # isort: split
 import grpc
 
-from pxrs.errors import CannotListen
 from pxrs.hub import Hub
 from pxrs.publishing.staging.places import staging_of
 from pxrs.remote import wire
@@ -29,6 +28,7 @@ from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.issuing import Issuer
 from pxrs.server.auth.names import HubNames
 from pxrs.server.grants import Grants
+from pxrs.server.grpc_port import bind
 from pxrs.server.health import Health
 from pxrs.server.pools import Pools
 from pxrs.server.reads import ReadStream
@@ -94,17 +94,8 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises CannotListen if the port cannot be had."""
-        listen, credentials = self._settings.listen, self._settings.credentials
-        try:
-            if credentials is None:
-                port = self._grpc.add_insecure_port(listen)
-            else:
-                port = self._grpc.add_secure_port(listen, credentials)
-        except RuntimeError as error:
-            advice = "" if credentials is None else "; are the files of the certificate and its key valid PEM?"
-            raise CannotListen(f"cannot listen on {listen}: {error}{advice}") from error
-        if not port:
-            raise CannotListen(f"cannot listen on {listen}: is the port in use?")
+        listen = self._settings.listen
+        port = bind(self._grpc, listen, self._settings.credentials)
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._grpc.start()
         if self._settings.auth is not None:

@@ -8,8 +8,8 @@ from typing import Final
 
 import uvicorn
 
-from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
+from pxrs.ports import cannot_listen
 from pxrs.web.access import Access
 from pxrs.web.connections import HEAD_S, BoundedProtocol
 from pxrs.web.observer import Observer
@@ -25,10 +25,9 @@ class WebServer:
     def __init__(
         self, hub: Hub, listen: str = "127.0.0.1:8080", access: Access | None = None, hosts: tuple[str, ...] = ()
     ) -> None:
-        host, _, port = listen.rpartition(":")
         self.observer = Observer(hub)
-        self._socket = _bound(host.strip("[]"), int(port))
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._socket = _bound(listen)
+        self.address = f"{listen.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
                 page(self.observer, access, hosts),
@@ -74,7 +73,10 @@ class WebServer:
         self.close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(listen: str) -> socket.socket:
+    """Raises CannotListen. listen: HOST:PORT."""
+    host, _, text = listen.rpartition(":")
+    host, port = host.strip("[]"), int(text)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -83,5 +85,5 @@ def _bound(host: str, port: int) -> socket.socket:
         made.listen(128)
     except OSError as error:
         made.close()
-        raise InvalidArgument(f"cannot listen on {host}:{port}: {error.strerror}; choose another --listen") from error
+        raise cannot_listen(listen, error) from error
     return made

@@ -33,13 +33,14 @@ from pxrs.cluster.storage.registration import Registration
 from pxrs.cluster.storage.scrub import Scrubber
 from pxrs.cluster.storage.service import Standing, StorageService
 from pxrs.cluster.storage.settings import StorageLimits
-from pxrs.errors import CannotListen, LogError, PxrsError, RegistryError
+from pxrs.errors import LogError, PxrsError, RegistryError
 from pxrs.registry.contract import Registry
 from pxrs.registry.outage import StartWait
 from pxrs.remote.heap import keep_freed_blocks
 from pxrs.server.apart import running_apart
 from pxrs.server.auth.gate import Gate
 from pxrs.server.auth.names import HubNames
+from pxrs.server.grpc_port import bind
 from pxrs.server.health import Health
 from pxrs.server.serving import grpc_options
 
@@ -118,7 +119,7 @@ class StorageServer:
     async def start(self) -> None:
         """Start to serve. Raises CannotListen, NodeFormatUnsupported, InvalidArgument, RegistryError, OSError."""
         settings = self._settings
-        port = self._bind()
+        port = bind(self._grpc, settings.listen, settings.credentials)
         self.address = settings.advertise or f"{settings.listen.rpartition(':')[0]}:{port}"
         self._grpc.add_generic_rpc_handlers((self._calls, self._health))
         try:
@@ -216,20 +217,6 @@ class StorageServer:
         finally:
             path.unlink(missing_ok=True)
         return True
-
-    def _bind(self) -> int:
-        listen, credentials = self._settings.listen, self._settings.credentials
-        try:
-            if credentials is None:
-                port: int = self._grpc.add_insecure_port(listen)
-            else:
-                port = self._grpc.add_secure_port(listen, credentials)
-        except RuntimeError as error:
-            advice = "" if credentials is None else "; are the files of the certificate and its key valid PEM?"
-            raise CannotListen(f"cannot listen on {listen}: {error}{advice}") from error
-        if not port:
-            raise CannotListen(f"cannot listen on {listen}: is the port in use?")
-        return port
 
     def _note_replaced(self, error: PxrsError) -> None:
         if not self.replaced.done():
