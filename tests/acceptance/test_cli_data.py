@@ -158,10 +158,10 @@ def test_a_closed_standard_input_is_an_error_of_one_line(data: Path) -> None:
     [
         (rb'{"k": "\ud800"}', "UTF-8"),
         (b'{"k": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-        (b"not json", "no JSON object"),
-        (b"[1]", "no JSON object"),
-        (b'{"j": 1}', "no JSON object"),
-        (b"\xff", "no JSON object"),
+        (b"not json", "this is not JSON"),
+        (b"[1]", "this is JSON, but no object"),
+        (b'{"j": 1}', "the object has no field 'k'"),
+        (b"\xff", "this is not JSON"),
     ],
 )
 def test_a_line_that_cannot_be_sent_is_named_with_how_many_were(data: Path, line: bytes, words: str) -> None:
@@ -231,7 +231,7 @@ def test_checking_what_is_no_log_is_an_error(tmp_path: Path, kind: str) -> None:
     elif kind == "a file":
         path.touch()
     result = run(tmp_path, "check", str(path))
-    assert (result.returncode, result.stdout) == (1, b"")
+    assert (result.returncode, result.stdout) == (2, b"")
     (told,) = result.stderr.decode().splitlines()
     assert told.endswith("(InvalidUrl)")
     assert str(path) in told

@@ -112,12 +112,17 @@ def key_in(line: bytes, field: str) -> bytes | None:
     """The key that a line has in this field of its JSON object: a string as it is, null as no key, anything else as
     JSON. Raises InvalidRecord."""
     try:
-        found = json.loads(line)[field]
-        text = found if isinstance(found, str) or found is None else json.dumps(found)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRecord(f"no JSON object with the field {field!r}: {error!r}") from error
+        found = json.loads(line)
     except RecursionError as error:
         raise InvalidRecord("its JSON is nested too deeply") from error
+    except ValueError as error:
+        raise InvalidRecord(f"--key {field} names a field of JSON objects, and this is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidRecord(f"--key {field} names a field of JSON objects, and this is JSON, but no object")
+    if field not in found:
+        raise InvalidRecord(f"the object has no field {field!r}, which --key names; a field that is null means no key")
+    key = found[field]
+    text = key if isinstance(key, str) or key is None else json.dumps(key)
     try:
         return None if text is None else text.encode()
     except UnicodeEncodeError as error:
