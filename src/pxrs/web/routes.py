@@ -16,7 +16,7 @@ from typing import Any, Final
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -67,7 +67,12 @@ def page(observer: Observer, access: Access | None = None, hosts: tuple[str, ...
             Route("/api/actions/{name}", routes.act, methods=["POST"]),
             Route("/api/actions/{name}/preview", routes.preview, methods=["POST"]),
         ],
-        exception_handlers={PxrsError: _refused, ValueError: _refused, Exception: _failed},
+        exception_handlers={
+            PxrsError: _refused,
+            ValueError: _refused,
+            ClientDisconnect: _left,
+            Exception: _failed,
+        },
     )
     return Guard(GZipMiddleware(app, minimum_size=4_096, compresslevel=3), hosts)
 
@@ -248,6 +253,12 @@ def _refused(request: Request, error: Exception) -> Response:
     else:
         status = 503 if isinstance(error, RegistryUnavailable) else 409
     return _plain({"error": str(error), "code": error.code}, status)
+
+
+def _left(request: Request, error: Exception) -> Response:
+    """The client has closed its connection before it had sent the whole request: nobody reads the answer."""
+    _logger.debug("a client of the page has left before its request was complete")
+    return Response(status_code=400)
 
 
 def _failed(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -93,3 +94,20 @@ def test_more_connections_than_the_limit_do_not_keep_others_out(page: WebServer)
         assert all(is_closed(each) for each in held[:20]), "those that have waited longest"
         assert page.connection_count <= connections.CONNECTIONS_MAX
     eventually(lambda: not page.connection_count)
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_request_leaves_no_traceback(
+    page: WebServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    head = (
+        f"POST /api/actions/skip HTTP/1.1\r\nHost: {page.address}\r\nOrigin: http://{page.address}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: 100\r\nX-Pxrs-Token: {TOKEN}\r\n\r\n"
+    )
+    connect(page, head.encode() + b'{"group"').close()
+    left = "a client of the page has left before its request was complete"
+    eventually(lambda: [record for record in caplog.records if record.getMessage() == left], what=lambda: caplog.text)
+    eventually(lambda: not page.connection_count)
+    assert [record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG] == []
+    assert "Traceback" not in caplog.text
+    assert get(page, "/api/session")["has_actions"]
