@@ -39,6 +39,12 @@ def decisions(group: str, topic: str, partition: int, place: Sequence[str] = ())
     return f"`{retry}` or `{skip}`"
 
 
+def paused_advice(group: str, paused: Sequence[tuple[str, int]], place: Sequence[str] = ()) -> str:
+    """How a group continues of which these partitions, each a topic and a number, are paused. place: as in `decisions`."""
+    shown = f"; `{command('group', 'describe', group, *place)}` shows the others" if len(paused) > 1 else ""
+    return f"continue with {decisions(group, *paused[0], place)}{shown}"
+
+
 def time_text(seconds: float | None) -> str:
     """Wall-clock seconds since 1970 as a time in UTC, to the second: 2026-01-31 12:00:00Z; a dash if there is none."""
     time_us = microseconds(seconds)

@@ -143,7 +143,7 @@ def test_without_etcd_the_error_says_what_to_install(
 def test_two_clusters_in_one_directory_are_refused(call: Call, tmp_path: Path) -> None:
     with local.locked(tmp_path):
         found = call("cluster", "up", "--dir", str(tmp_path))
-    assert found.code == 3
+    assert found.code == 2
     assert "another `pxrs cluster up` runs in" in found.errors
 
 

@@ -366,7 +366,7 @@ def test_settings_are_changed_through_a_server_and_from_the_command_line(tmp_pat
         forked.run_text("pxrs.cli", [*command, "--retention", "none"]).stdout == "orders has these settings already\n"
     )
     fixed = forked.run_text("pxrs.cli", [*command, "--partitions", "4"])
-    assert fixed.returncode == 1
+    assert fixed.returncode == 2
     assert "`pxrs topic copy`" in fixed.stderr
     assert forked.run_text("pxrs.cli", command).returncode == 2
     assert forked.run_text("pxrs.cli", [*command, "--retention", "soon"]).returncode == 2

@@ -301,8 +301,8 @@ def test_without_pyspark_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         (["--history", "--once"], 2, "ends by itself"),
         (["--registry", "memory:"], 2, "Spark has several"),
         (["--conf", "x"], 2, "write KEY=VALUE"),
-        (["--at", "nowhere"], 3, "there is no directory nowhere"),
-        (["--at", "memory:"], 3, "share a hub in a directory"),
+        (["--at", "nowhere"], 2, "there is no directory nowhere"),
+        (["--at", "memory:"], 2, "share a hub in a directory"),
         (["--at", "pxrs://127.0.0.1:1"], 2, "--checkpoints DIR"),
         (["nope"], 2, "no pipeline nope; there are one"),
         ([], 2, "pxrs topic create b --at"),
@@ -317,7 +317,8 @@ def test_what_is_wrong_is_told_before_spark_starts(
         hub.create_topic("a")
         if "--conf" in arguments:
             hub.create_topic("b")
-    result = CliRunner().invoke(app, ["pipeline", "run", "file.py", "--at", "hub", *arguments])
+    at = [] if "--at" in arguments else ["--at", "hub"]
+    result = CliRunner().invoke(app, ["pipeline", "run", "file.py", *at, *arguments])
     told = " ".join((result.output + str(result.exception)).replace("│", " ").split())
     assert result.exit_code == code, told
     assert words in told

@@ -37,6 +37,7 @@ from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
 from pxrs.waiting import Cancel
+from pxrs.wording import paused_advice
 
 _logger = logging.getLogger(__name__)
 
@@ -210,8 +211,9 @@ class HandOut:
         if not self.member.session.are_meant_for_others(others):
             return False
         if short:
-            paused = self.names.named(sorted(lane.partition for lane in short))
-            raise PartitionsPaused(self.group, paused, self.source.name, self.place)
+            paused = sorted(lane.partition for lane in short)
+            advice = paused_advice(self.group, [self.names.place(number) for number in paused], self.place)
+            raise PartitionsPaused(self.group, self.names.named(paused), advice)
         return True
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pxrs.errors.general import InvalidArgument, PxrsError
 from pxrs.errors.registry import OutcomeUnknown, RegistryUnavailable
-from pxrs.wording import command, decisions
+from pxrs.wording import command
 
 Partition = int | tuple[str, int]
 """The number of a partition; or, for a member that was made to read several topics, a `pxrs.TopicPartition`."""
@@ -218,23 +218,17 @@ class CheckpointOutOfRange(GroupError):
 
 class PartitionsPaused(GroupError):
     """Every partition was read up to its end, except those that are paused because a message could not be handled.
-    Decide with `pxrs group retry` or `skip`, then read on."""
+    Decide with `pxrs group retry` or `skip`, then read on. `advice` has the whole commands."""
 
     code = "group.partitions-paused"
 
-    def __init__(self, group: str, partitions: Sequence[Partition], topic: str = "", place: Sequence[str] = ()) -> None:
-        """topic: of the partitions that are numbers alone. place: the options that name the hub on the command line."""
+    def __init__(self, group: str, partitions: Sequence[Partition], advice: str = "") -> None:
         self.group, self.partitions = group, tuple(partitions)
+        self.advice = advice or f"`{command('group', 'describe', group)}` shows how to continue"
         names = _listed(self.partitions)
-        described = f"`{command('group', 'describe', group, *place)}`"
-        where = next((each if isinstance(each, tuple) else (topic, each) for each in self.partitions), ("", 0))
-        if not where[0]:
-            advice = f"{described} shows the message, and how to retry or to skip it"
-        else:
-            more = f"; {described} shows the others" if len(self.partitions) > 1 else ""
-            advice = f"continue with {decisions(group, *where, place)}{more}"
         super().__init__(
-            f"group {group}: a message that could not be handled holds up partition {names}, short of the end; {advice}"
+            f"group {group}: a message that could not be handled holds up partition {names}, short of the end; "
+            f"{self.advice}"
         )
 
 

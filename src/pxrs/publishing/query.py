@@ -49,6 +49,7 @@ from pxrs.publishing.planning import (
 from pxrs.publishing.records import is_any_reached, published_spans
 from pxrs.publishing.starting import first_offsets
 from pxrs.registry.contract import Registry
+from pxrs.wording import paused_advice
 
 _logger = logging.getLogger(__name__)
 
@@ -283,7 +284,9 @@ class Query:
             _logger.warning("%s", error)
 
     def _held_up(self, paused: Sequence[int]) -> PartitionsPaused:
-        return PartitionsPaused(self._options.group, self.source.named(paused), self.source.name, self._place)
+        group, places = self._options.group, [self.source.place(number) for number in paused]
+        advice = paused_advice(group, [(part.name, number) for part, number in places], self._place)
+        return PartitionsPaused(group, self.source.named(paused), advice)
 
     def _available(self, lane: Lane, end: int) -> int:
         """How many offsets of a lane can be read. Raises DataLost if retention has removed some of them."""

@@ -52,6 +52,6 @@ def test_w5_connections_leave_descriptors_to_the_files_of_the_hub(soft: int, har
 def test_a_directory_that_is_not_there_is_named_as_the_command_takes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run_here(monkeypatch, capsys, ("serve", str(tmp_path / "none"))).unwrapped()
-    assert done.code != 0
+    done = run_here(monkeypatch, capsys, ("serve", str(tmp_path / "none" / "data"))).unwrapped()
+    assert done.code == 2
     assert "correct DIRECTORY" in done.errors
