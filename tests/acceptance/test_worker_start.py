@@ -82,7 +82,7 @@ def test_a_worker_waits_until_its_topic_exists(tmp_path: Path, start: Callable[.
     (waiting,) = eventually(lambda: worker.events("waiting"), PATIENCE_S, what=worker.events)
     assert waiting["text"] == (
         f"waiting until the topic orders exists: create it with `pxrs topic create orders --at {tmp_path}/data`, or "
-        "start the worker with --create"
+        "start the worker with --create; --no-wait exits instead"
     )
     assert not (tmp_path / "data").exists(), "to wait creates nothing"
     with pxrs.open(tmp_path / "data") as hub:
@@ -169,6 +169,17 @@ def test_without_waiting_what_does_not_exist_ends_the_command(
     assert worker.process.wait(PATIENCE_S) == 3, worker.events()
     (failed,) = worker.events()
     assert words in failed["text"]
+
+
+def test_a_worker_that_ends_at_the_end_does_not_wait_for_a_mistyped_topic(
+    tmp_path: Path, start: Callable[..., Worker]
+) -> None:
+    with pxrs.open(tmp_path / "data") as hub:
+        hub.create_topic("there")
+    worker = start(*MEMBER, "--until-end")
+    assert worker.process.wait(PATIENCE_S) == 3, worker.events()
+    (failed,) = worker.events()
+    assert "no topic 'orders'; existing: there" in failed["text"]
 
 
 def test_what_does_not_exist_is_created_on_demand(tmp_path: Path, start: Callable[..., Worker]) -> None:

@@ -196,7 +196,7 @@ def test_a_queue_command_with_neither_says_what_to_give(call: Call) -> None:
     for arguments in (("queue", "list"), ("queue", "create", "q"), ("worker", "m:h", "--queue", "q")):
         result = call(*arguments)
         assert result.code == 2, arguments
-        assert "give --registry URL or PXRS_REGISTRY, or --at URL or PXRS_AT" in result.errors
+        assert "Give --at data or PXRS_AT=data" in result.errors
     assert os.listdir() == []
 
 
@@ -268,4 +268,4 @@ def test_a_worker_of_a_queue_or_a_registered_source_needs_no_directory(
     assert (started[1].at, started[1].registry, started[1].topics) == (None, registry, ["t"])
     result = call("worker", "m:h", "--topic", "t", "--group", "g")
     assert result.code == 2
-    assert "give --registry URL or PXRS_REGISTRY, or --at" in result.errors
+    assert "Give --at data or PXRS_AT=data" in result.errors

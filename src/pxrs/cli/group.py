@@ -190,8 +190,10 @@ def import_checkpoint(
 def retry(group: Name, topic: str, partition: int, at: MaybeAt = None, registry: RegistryUrl = None) -> None:
     """Retry the failed message at which a partition is paused."""
     with open_hub(at, registry) as hub:
-        hub.group(group).retry(topic, partition)
-    typer.echo(f"group {group} retries {topic}/{partition}")
+        handle = hub.group(group)
+        handle.retry(topic, partition)
+        when = _takes_effect(handle)
+    typer.echo(f"group {group} retries {topic}/{partition}{when}")
 
 
 @app.command()
@@ -205,7 +207,13 @@ def skip(
         question = f"Skip {topic}/{partition} offset {paused.offset}, which failed with {printable(paused.error)}?"
         confirm(question, yes)
         handle.skip(topic, partition, paused.offset)
-    typer.echo(f"group {group} skipped {topic}/{partition} offset {paused.offset}")
+        when = _takes_effect(handle)
+    typer.echo(f"group {group} skipped {topic}/{partition} offset {paused.offset}{when}")
+
+
+def _takes_effect(handle: GroupHandle) -> str:
+    """When a decision about a paused partition takes effect, if the group has no member that could act on it."""
+    return "" if handle.describe().members else " (takes effect when a member joins; the group has none now)"
 
 
 def _describe_all(hub: Hub) -> Iterator[GroupDescription]:

@@ -206,7 +206,10 @@ def refuse_server(at: str | None, command: str, why: str) -> None:
 def check_given(at: str | None, registry: str | None) -> None:
     """Raise an error if neither a directory nor a registry is given."""
     if at is None and registry is None:
-        raise typer.BadParameter("give --registry URL or PXRS_REGISTRY, or --at URL or PXRS_AT")
+        raise typer.BadParameter(
+            "which hub? Give --at data or PXRS_AT=data (a directory, or pxrs://HOST:PORT); "
+            "for a registry alone, --registry URL"
+        )
 
 
 def check_is_there(registry: str, given_as: str, makers: str = "`pxrs queue create`") -> None:

@@ -166,11 +166,13 @@ def worker(
         float, _duration("How long workers may finish messages in hand when stopped.", 0, GRACE_S_MAX)
     ] = GRACE_S_DEFAULT,
     wait: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--wait/--no-wait", help="At the start, wait until the topics or queues exist, or end with exit code 3."
+            "--wait/--no-wait",
+            help="At the start, wait until the topics or queues exist, or exit with code 3. By default wait, unless "
+            "--until-end is given.",
         ),
-    ] = True,
+    ] = None,
     create: Annotated[
         bool, typer.Option("--create", help="Create topics and queues that do not exist, with default settings.")
     ] = False,
@@ -198,13 +200,14 @@ def worker(
     for url in (at, registry):
         if url is not None and parse(url).scheme == "memory":
             raise typer.BadParameter("memory: exists in one process only, and the workers are several processes")
-    settings = Settings(handler, [], None, at, registry, threads, grace, given, as_json, waits=wait, creates=create)
+    waits = not until_end if wait is None else wait
+    settings = Settings(handler, [], None, at, registry, threads, grace, given, as_json, waits=waits, creates=create)
     if queue:
         _refuse_with_queue(context)
         _refuse_again("--queue", queue)
         for name in queue:
             check_name(name)
-        with open_hub(at, registry, may_be_missing=wait or create):
+        with open_hub(at, registry, may_be_missing=waits or create):
             pass  # a wrong path is reported here; neither the log nor the registry is called
         _supervise(replace(settings, queues=queue), processes, metrics_listen, registry_wait)
         return
@@ -212,7 +215,7 @@ def worker(
         raise typer.BadParameter("give --topic and --group, or --queue")
     _refuse_again("--topic", topic)
     # --registry alone is enough for a registered source; for a topic, the worker process reports that --at is missing.
-    may_be_missing = at is not None and (wait or create)
+    may_be_missing = at is not None and (waits or create)
     check_places(at, registry, makes_registry=at is not None, may_be_missing=may_be_missing)
     Timings(**given)
     Keys(group)

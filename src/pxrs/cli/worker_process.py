@@ -223,7 +223,10 @@ class Process:
                 kind, name = _named(missing)
                 self._missing = f"{kind} {name}"
                 creation = command(kind, "create", name, *hub.parts.place)
-                advice = f"create it with `{creation}`, or start the worker with --create"
+                known = f"existing: {', '.join(missing.choices[:10])}; " if missing.choices else ""
+                advice = (
+                    f"{known}create it with `{creation}`, or start the worker with --create; --no-wait exits instead"
+                )
             except UNREACHABLE as error:
                 if not self._missing:
                     raise
