@@ -305,7 +305,9 @@ def test_a_handler_that_cannot_be_used_is_told_at_once_and_nothing_starts(shop: 
     ("handler", "words"),
     [
         ("shop", "give MODULE:HANDLER"),
-        ("nowhere:handle", "importing nowhere failed: ModuleNotFoundError: No module named 'nowhere'"),
+        ("nowhere:handle", "there is no module nowhere in "),
+        ("shop_.py:handle", "write shop_:handle, without .py"),
+        ("needy:handle", "importing needy failed: ModuleNotFoundError: No module named 'not_installed'"),
         ("broken:handle", "broken.py, line 2)"),
         ("untidy:handle", "untidy.py, line 1)"),
         ("leaving:handle", "SystemExit: 7"),
@@ -324,6 +326,7 @@ def test_what_is_wrong_with_a_handler_is_said_with_its_place(
     Path("broken.py").write_text("import os\nos.environ['not there, I hope']\n")
     Path("untidy.py").write_text("def handle(message:\n")
     Path("leaving.py").write_text("raise SystemExit(7)\n")
+    Path("needy.py").write_text("import not_installed\n")
     monkeypatch.delitem(sys.modules, "shop_", raising=False)
     with pytest.raises(ImportError) as raised:
         load_handler(handler)

@@ -76,6 +76,11 @@ def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        # Not if a module is missing that the handler's module imports.
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            advice = f"write {module_name[:-3]}:{name}, without .py" if module_name.endswith(".py") else "correct it"
+            where = f"in {os.getcwd()} or among the installed packages"
+            raise ImportError(f"{path}: there is no module {error.name} {where}: {advice}") from error
         reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         raise ImportError(f"{path}: importing {module_name} failed: {reason}{_place(error)}") from error
     for part in name.split("."):
