@@ -84,7 +84,10 @@ def serve(
         int, typer.Option("--subscriptions-max", min=1, help="How many waiting reads of topics one client may have.")
     ] = _DEFAULTS.subscriptions_max,
     append_mb_max: Annotated[
-        int, typer.Option("--append-mb-max", min=1, help="MiB received from all clients and not yet stored, at most.")
+        int,
+        typer.Option(
+            "--append-mb-max", min=1, help="Maximum of received and not yet stored data of all clients, in MiB."
+        ),
     ] = _DEFAULTS.append_bytes_max // _BYTES,
     drain_s: Annotated[
         float,

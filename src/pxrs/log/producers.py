@@ -201,7 +201,7 @@ class Producers:
             for producer, epoch, batches, seen_at in dumped["producers"]
         }
         if not all(each.batches for each in known.values()):
-            raise ValueError("a producer without a batch")
+            raise ValueError("a producer has no batches, but must have at least one")
         self._known, self.forgotten = known, int(dumped["forgotten"])
         self.lost = int(dumped.get("lost", -1))  # version 0.1 does not write it
         self._forget_beyond()

@@ -153,7 +153,7 @@ class Given:
         names = tuple(name.strip() for name in (self.text(given[0]) or "").split(","))
         for place, name in enumerate(names):
             if not name:
-                raise InvalidOption(given[0], "a name between its commas is empty")
+                raise InvalidOption(given[0], "it has an empty name between two commas; remove the extra comma")
             if name in names[:place]:
                 raise InvalidOption(given[0], f"{name} is given twice")
         return names
