@@ -139,7 +139,7 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"url": None}, "url", "missing"),
         ({"topic": None}, "topic", "missing"),
         ({"subscribe": "orders"}, "subscribe", "an alias"),
-        ({"topic": "a,"}, "topic", "between its commas is empty"),
+        ({"topic": "a,"}, "topic", "an empty name between two commas"),
         ({"topic": "a,b,a"}, "topic", "a is given twice"),
         ({"subscribePattern": "a"}, "subscribePattern", "topic and subscribePattern all name the topics"),
         ({"topic": None, "subscribePattern": "("}, "subscribePattern", "not a regular expression"),
