@@ -78,8 +78,8 @@ def explain(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
             "each lease of a registry in files and each connection one"
         )
     lacking = None if file is None else denied(error, path)
-    # The operating system also refuses with these errors what is no matter of the file's mode, such as a change of its
-    # owner.
+    # The system also reports EACCES and EPERM for operations that no mode of the file permits, such as a change of its
+    # owner. Then nothing is known to be missing, and the system's own message is shown.
     return what if lacking is None or not lacking.is_certain else lacking.what
 
 

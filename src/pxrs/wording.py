@@ -26,6 +26,11 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def existing(names: Sequence[str]) -> str:
+    """The first names that may have been meant, for an error about an unknown one; empty if there are none."""
+    return f"existing: {', '.join(names[:10])}" if names else ""
+
+
 def command(*words: object) -> str:
     """A command of `pxrs` that can be copied into a shell, such as `pxrs group describe billing`."""
     return shlex.join(["pxrs", *map(str, words)])

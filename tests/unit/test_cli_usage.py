@@ -465,9 +465,9 @@ def test_an_address_in_place_of_a_table_is_refused_without_showing_it(call: Call
     ("line", "words"),
     [
         ('{"id": 1}', "the object has no field 'account', which --key names"),
-        ("[1, 2]", "--key account names a field of JSON objects, and this is JSON, but no object"),
-        ('"account"', "this is JSON, but no object"),
-        ("7", "this is JSON, but no object"),
+        ("[1, 2]", "--key account names a field of JSON objects, but this JSON is not an object"),
+        ('"account"', "this JSON is not an object"),
+        ("7", "this JSON is not an object"),
         ("account", "this is not JSON: Expecting value: line 1 column 1 (char 0)"),
         ("", "this is not JSON"),
     ],

@@ -17,11 +17,11 @@ from pxrs.address import open_log
 from pxrs.errors import PxrsError, ReadFailed, RegistryUnavailable
 from pxrs.launching import free_ports
 from pxrs.log.contract import Log
-from pxrs.registry.address import parse
+from pxrs.registry import address
+from pxrs.registry.address import REFUSALS_MIN, parse
 from pxrs.remote import wire
 from pxrs.remote.client import link as link_module
 from pxrs.remote.client import settings, transfers
-from pxrs.remote.client.link import REFUSALS_MIN
 from pxrs.remote.client.log import RemoteLog
 from pxrs.remote.client.ping import ping
 from pxrs.remote.client.settings import TIMEOUT_S, Settings
@@ -61,7 +61,7 @@ USES: dict[str, tuple[Callable[[str], object], type[PxrsError]]] = {
 def test_an_address_at_which_nothing_listens_is_reported_long_before_the_timeout(
     use: Callable[[str], object], kind: type[PxrsError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "REFUSED_S", 0.3)
+    monkeypatch.setattr(address, "REFUSED_S", 0.3)
     began = time.monotonic()
     with pytest.raises(kind, match="Connection refused") as caught:
         use(NOWHERE)
@@ -83,13 +83,13 @@ def test_the_next_call_of_a_program_that_goes_on_is_not_delayed_again() -> None:
         began = time.monotonic()
         with pytest.raises(ReadFailed) as second:
             log.topics()
-        assert time.monotonic() - began < settings.REFUSED_S / 2
+        assert time.monotonic() - began < address.REFUSED_S / 2
     assert attempts(second.value) > attempts(first.value), "it was tried once more"
 
 
 def test_what_was_refused_long_ago_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a gap of 0, each refusal is the first one."""
-    monkeypatch.setattr(settings, "REFUSED_S", 0.0)
+    monkeypatch.setattr(address, "REFUSED_S", 0.0)
     monkeypatch.setattr(settings, "TIMEOUT_S", 0.8)
     monkeypatch.setattr(link_module, "REFUSED_GAP_S", 0.0)
     with pytest.raises(ReadFailed, match=r"gave up after 0.8 s"):
@@ -98,14 +98,14 @@ def test_what_was_refused_long_ago_does_not_count(monkeypatch: pytest.MonkeyPatc
 
 def test_one_refusal_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is started again refuses for a moment."""
-    monkeypatch.setattr(settings, "REFUSED_S", 0.0)
+    monkeypatch.setattr(address, "REFUSED_S", 0.0)
     with pytest.raises(ReadFailed) as caught:
         in_log(lambda log: log.topics())(NOWHERE)
     assert attempts(caught.value) >= REFUSALS_MIN
 
 
 def test_an_address_with_a_timeout_has_its_program_wait_for_that_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "REFUSED_S", 0.0)
+    monkeypatch.setattr(address, "REFUSED_S", 0.0)
     with pytest.raises(ReadFailed, match=r"gave up after 0.8 s \(`timeout` in the address\)"):
         in_log(lambda log: log.topics())(f"{NOWHERE}?timeout=0.8")
 
@@ -118,7 +118,7 @@ def port() -> int:
 
 @pytest.fixture
 def log(port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteLog]:
-    monkeypatch.setattr(settings, "REFUSED_S", TIMEOUT_S)
+    monkeypatch.setattr(address, "REFUSED_S", TIMEOUT_S)
     with closing(open_log(f"pxrs://127.0.0.1:{port}")) as log:
         assert isinstance(log, RemoteLog)
         yield log
@@ -142,7 +142,7 @@ def test_a_server_that_begins_to_listen_meanwhile_is_found(log: RemoteLog, port:
 def test_a_server_that_has_answered_before_is_waited_for_with_patience(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "REFUSED_S", 0.0)
+    monkeypatch.setattr(address, "REFUSED_S", 0.0)
     with closing(open_log(f"pxrs://127.0.0.1:{port}")) as log:
         assert isinstance(log, RemoteLog)
         link = log._session.connection()._link
@@ -159,7 +159,7 @@ def test_a_server_that_has_answered_before_is_waited_for_with_patience(
 
 def test_a_task_of_spark_waits_for_its_first_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task may begin in a new process while the server is started again: docs/spark.md promises that it waits."""
-    monkeypatch.setattr(settings, "REFUSED_S", 0.0)
+    monkeypatch.setattr(address, "REFUSED_S", 0.0)
     with transfers.connected(f"pxrs://127.0.0.1:{port}", None) as connection:
         asking = aside(lambda: transfers.ask(connection, "log.topics", {}))
         link = connection._link
@@ -170,7 +170,7 @@ def test_a_task_of_spark_waits_for_its_first_connection(port: int, monkeypatch: 
 
 
 def test_a_transfer_of_spark_waits_for_its_first_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "REFUSED_S", 0.0)
+    monkeypatch.setattr(address, "REFUSED_S", 0.0)
     with transfers.connected(f"pxrs://127.0.0.1:{port}", None) as connection:
 
         def begin() -> str:
@@ -185,8 +185,8 @@ def test_a_transfer_of_spark_waits_for_its_first_connection(port: int, monkeypat
 
 
 def test_an_etcd_at_which_nothing_listens_is_reported_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    etcd = pytest.importorskip("pxrs.registry.etcd")
-    monkeypatch.setattr(etcd, "REFUSED_S", 0.3)
+    pytest.importorskip("pxrs.registry.etcd")
+    monkeypatch.setattr(address, "REFUSED_S", 0.3)
     began = time.monotonic()
     with pytest.raises(RegistryUnavailable, match=r"Connection refused.* at each of \d+ attempts; is etcd running"):
         registries.open("etcd://127.0.0.1:1,127.0.0.1:2")

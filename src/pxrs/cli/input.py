@@ -116,9 +116,9 @@ def key_in(line: bytes, field: str) -> bytes | None:
     except RecursionError as error:
         raise InvalidRecord("its JSON is nested too deeply") from error
     except ValueError as error:
-        raise InvalidRecord(f"--key {field} names a field of JSON objects, and this is not JSON: {error}") from error
+        raise InvalidRecord(f"--key {field} names a field of JSON objects, but this is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise InvalidRecord(f"--key {field} names a field of JSON objects, and this is JSON, but no object")
+        raise InvalidRecord(f"--key {field} names a field of JSON objects, but this JSON is not an object")
     if field not in found:
         raise InvalidRecord(f"the object has no field {field!r}, which --key names; a field that is null means no key")
     key = found[field]

@@ -55,7 +55,7 @@ from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 from pxrs.log.joined import JoinedSource
 from pxrs.metrics.reports import Reporter
 from pxrs.registry.outage import SAY_S, UNREACHABLE
-from pxrs.wording import command
+from pxrs.wording import command, existing
 
 if TYPE_CHECKING:
     from pxrs.queue.handle import QueueHandle
@@ -228,7 +228,7 @@ class Process:
                 kind, name = _named(missing)
                 self._missing = f"{kind} {name}"
                 creation = command(kind, "create", name, *hub.parts.place)
-                known = f"existing: {', '.join(missing.choices[:10])}; " if missing.choices else ""
+                known = f"{existing(missing.choices)}; " if missing.choices else ""
                 advice = (
                     f"{known}create it with `{creation}`, or start the worker with --create; --no-wait exits instead"
                 )

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Protocol, Self
 
 from pxrs.errors.general import InvalidArgument, NoWritePermission, PxrsError, differing, restore
-from pxrs.wording import counted
+from pxrs.wording import counted, existing
 
 
 class LogError(PxrsError):
@@ -42,7 +42,7 @@ class UnknownTopic(LogError, KeyError):
 
     def __init__(self, topic: str, choices: Sequence[str] = ()) -> None:
         self.topic, self.choices = topic, tuple(choices)
-        known = f"; existing: {', '.join(self.choices[:10])}" if self.choices else ""
+        known = f"; {existing(choices)}" if choices else ""
         super().__init__(f"no topic {self.topic!r}{known}; create it with create_topic or `pxrs topic create`")
 
 
@@ -79,7 +79,7 @@ class UnknownSource(LogError, KeyError):
 
     def __init__(self, source: str, choices: Sequence[str] = ()) -> None:
         self.source, self.choices = source, tuple(choices)
-        known = f"; existing: {', '.join(self.choices[:10])}" if self.choices else ""
+        known = f"; {existing(choices)}" if choices else ""
         super().__init__(
             f"no source {self.source!r} is registered{known}; register it with add_source or `pxrs source add`"
         )

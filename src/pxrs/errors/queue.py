@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pxrs.errors.general import InvalidArgument, PxrsError, differing
-from pxrs.wording import counted
+from pxrs.wording import counted, existing
 
 
 class QueueError(PxrsError):
@@ -21,7 +21,7 @@ class UnknownQueue(QueueError, KeyError):
 
     def __init__(self, queue: str, choices: Sequence[str] = ()) -> None:
         self.queue, self.choices = queue, tuple(choices)
-        known = f"; existing: {', '.join(self.choices[:10])}" if self.choices else ""
+        known = f"; {existing(choices)}" if choices else ""
         super().__init__(f"no queue {self.queue!r}{known}; create it with create_queue or `pxrs queue create`")
 
 

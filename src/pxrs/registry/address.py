@@ -7,6 +7,7 @@ of the address: `?password_file=PATH`, or the environment variable PXRS_REGISTRY
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -32,6 +33,11 @@ DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
 postgresql+psycopg is the same as postgresql."""
 _SERVERS = ("postgresql", "oracle", "etcd", "zookeeper", "pxrs")
 """Schemes whose addresses name hosts."""
+REFUSED_S = 2.0
+"""How long a client tries its first connection while every server of the address refuses it, because none listens."""
+REFUSALS_MIN = 3
+"""How many attempts must at least be refused before a client gives up: a server that is restarting refuses connections
+for a moment."""
 ALIASES = {"postgres": "postgresql"}
 """Other spellings of schemes: libpq accepts both of these, and many services print the first."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
@@ -77,6 +83,12 @@ class Address:
                 raise InvalidUrl(f"{self.text}: the host is empty; write {self.scheme}://HOST:{default_port}")
             hosts.append((split.hostname, port or default_port))
         return hosts
+
+    @property
+    def refused_s(self) -> float:
+        """How long the first connection is tried while every server refuses it. An address with a `timeout` is tried
+        for that time instead: its program may start before its server."""
+        return math.inf if "timeout" in self.options else REFUSED_S
 
     @property
     def path(self) -> str:

@@ -10,8 +10,6 @@ proves about a call; `narrowing.py` keeps scans with a limit cheap. `pxrs.grpc_f
 
 from __future__ import annotations
 
-import math
-
 from pxrs import disk, grpc_fork  # first: `grpc_fork` imports gRPC in its own way
 from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
@@ -22,8 +20,6 @@ from pxrs.registry.etcd.registry import EtcdRegistry
 
 PORT = 2379
 TIMEOUT_S = 10.0
-REFUSED_S = 2.0
-"""How long the first connection is tried while no member listens. An address with a `timeout` asks for that time."""
 
 
 def open(address: Address) -> Registry:
@@ -48,7 +44,7 @@ def open(address: Address) -> Registry:
         certificates=_certificates(address),
         login=_login(address),
         timeout_s=address.seconds("timeout", TIMEOUT_S),
-        refused_s=math.inf if "timeout" in address.options else REFUSED_S,
+        refused_s=address.refused_s,
     )
     try:
         registry.check_access()

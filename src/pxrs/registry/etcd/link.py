@@ -28,6 +28,7 @@ import grpc
 from pyetcd import etcdrpc as rpc
 
 from pxrs.errors import AccessDenied, Closed, OutcomeUnknown, RegistryUnavailable
+from pxrs.registry.address import REFUSALS_MIN
 from pxrs.registry.etcd.connection import HAS_LEADER, Certificates, Connection, Metadata
 from pxrs.registry.etcd.faults import Fault, Proof, fault_of
 from pxrs.registry.limit import seconds_left
@@ -40,8 +41,6 @@ DIAL_S_MAX = 1.5
 """After this, a member that neither accepts nor refuses is passed over."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5
 ATTEMPT_S_MIN = 1.0
-REFUSALS_MIN = 3
-"""So many refused connections, at least, tell that no member listens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pxrs.errors import Closed, InvalidUrl, PxrsError, Unauthenticated
+from pxrs.registry.address import REFUSALS_MIN
 from pxrs.remote.client import tls
 from pxrs.remote.client.channel import Channel
 from pxrs.remote.client.control import ControlStream, Hello
@@ -36,9 +37,6 @@ _logger = logging.getLogger(__name__)
 
 CONNECT_S_MAX: Final = 5.0
 """After this, a server that neither accepts nor refuses is passed over."""
-REFUSALS_MIN: Final = 3
-"""So many attempts to connect are refused before `take` raises NothingListens: a server that is started again refuses
-connections for a moment."""
 REFUSED_GAP_S: Final = 2.0
 """What was refused so long before the next attempt does not count: nobody needed a connection in between."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 0.25

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Final, Self
 
 from pxrs import disk
 from pxrs.errors import InvalidUrl
-from pxrs.registry.address import Address
+from pxrs.registry.address import REFUSED_S, Address
 
 PORT: Final = 7077
 """The port of an address that names none: the one on which `pxrs serve` listens by default."""
 TIMEOUT_S: Final = 10.0
 PATIENCE_S: Final = 60.0
-REFUSED_S: Final = 2.0
-"""How long the first connection is tried while nothing listens at any of the servers. An address with a `timeout` asks
-for that time instead: its program may start before its server."""
 AWAY_S: Final = 1.0
 """How long a call waits for the first connection to a single broker."""
 LOST_S: Final = 0.2
@@ -81,7 +77,7 @@ class Settings:
             _certificates(address),
             address.file("token_file"),
             os.environ.get(TOKEN_VARIABLE) or None,
-            refused_s=math.inf if "timeout" in address.options else REFUSED_S,
+            refused_s=address.refused_s,
         )
         found.token()
         return found
