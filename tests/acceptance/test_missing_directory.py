@@ -4,49 +4,22 @@ when something is first written to it."""
 from __future__ import annotations
 
 import re
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import pxrs
-from pxrs.testing.forked import Forked
 from pxrs.testing.waiting import PATIENCE_S, eventually
-
-
-class Command:
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self._told = folder / f"told-{time.monotonic_ns()}"
-        with self._told.open("wb") as told:
-            self.process = Forked("pxrs.cli", arguments, cwd=folder, stdout=told.fileno(), stderr=told.fileno())
-
-    def told(self) -> str:
-        return self._told.read_text()
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
+from tests.acceptance.running import Running, starting
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
-    for name in ("PXRS_AT", "PXRS_REGISTRY", "PXRS_METRICS_LISTEN"):
-        monkeypatch.delenv(name, raising=False)
-    commands: list[Command] = []
-
-    def start(*arguments: str) -> Command:
-        commands.append(Command(tmp_path, *arguments))
-        return commands[-1]
-
-    yield start
-    for each in commands:
-        each.process.kill()
-        each.process.wait(PATIENCE_S)
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Running]]:
+    yield from starting(Running, tmp_path, monkeypatch)
 
 
-def test_a_directory_that_does_not_exist_yet_is_served(tmp_path: Path, start: Callable[..., Command]) -> None:
+def test_a_directory_that_does_not_exist_yet_is_served(tmp_path: Path, start: Callable[..., Running]) -> None:
     pytest.importorskip("grpc")
     server = start("serve", "data", "--listen", "127.0.0.1:0")
     (at,) = eventually(lambda: re.findall(r"at (pxrs://[\d.:]+)", server.told()), what=server.told)
@@ -62,7 +35,7 @@ def test_a_directory_that_does_not_exist_yet_is_served(tmp_path: Path, start: Ca
 
 
 def test_the_directory_of_a_server_may_be_named_by_the_environment(
-    tmp_path: Path, start: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("grpc")
     monkeypatch.setenv("PXRS_AT", "data")
@@ -81,7 +54,7 @@ def test_the_directory_of_a_server_may_be_named_by_the_environment(
     ids=["web", "upkeep", "metrics"],
 )
 def test_a_hub_that_does_not_exist_yet_is_watched_and_kept(
-    tmp_path: Path, start: Callable[..., Command], arguments: tuple[str, ...], words: str
+    tmp_path: Path, start: Callable[..., Running], arguments: tuple[str, ...], words: str
 ) -> None:
     command = start(*arguments)
     eventually(lambda: words in command.told(), what=command.told)
@@ -105,7 +78,7 @@ def test_a_hub_that_does_not_exist_yet_is_watched_and_kept(
     ids=" ".join,
 )
 def test_a_directory_in_a_directory_that_does_not_exist_is_a_mistyped_path(
-    tmp_path: Path, start: Callable[..., Command], arguments: tuple[str, ...]
+    tmp_path: Path, start: Callable[..., Running], arguments: tuple[str, ...]
 ) -> None:
     pytest.importorskip("grpc")
     command = start(*arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -17,8 +16,9 @@ import pytest
 
 import pxrs
 from pxrs.metrics.endpoint import Endpoint
-from pxrs.testing.forked import Forked, run_text
+from pxrs.testing.forked import run_text
 from pxrs.testing.waiting import PATIENCE_S, eventually
+from tests.acceptance.running import Running, starting
 
 pytestmark = pytest.mark.sampled(2, of="module")
 
@@ -26,18 +26,13 @@ SERIES = re.compile(r"^(\w+)(?:\{(.*)\})? ([-+.\deINFNa]+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-class Command:
-    """A `pxrs` command that runs until it is stopped, with an endpoint for metrics."""
+class Command(Running):
+    """A command with an endpoint for metrics."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self._told = folder / f"told-{arguments[0]}"
-        with self._told.open("wb") as told:
-            self.process = Forked("pxrs.cli", arguments, cwd=folder, stdout=told.fileno(), stderr=told.fileno())
+        super().__init__(folder, *arguments)
         found = eventually(lambda: re.search(r"health at (http://[\d.:]+)", self.told()), what=self.told)
         self.url = found[1]
-
-    def told(self) -> str:
-        return self._told.read_text()
 
     def ask(self, path: str) -> tuple[int, str]:
         try:
@@ -61,25 +56,10 @@ class Command:
         ]
         return sum(found)
 
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
-
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
-    for name in ("PXRS_AT", "PXRS_REGISTRY", "PXRS_METRICS_LISTEN"):
-        monkeypatch.delenv(name, raising=False)
-    commands: list[Command] = []
-
-    def start(*arguments: str) -> Command:
-        commands.append(Command(tmp_path, *arguments))
-        return commands[-1]
-
-    yield start
-    for each in commands:
-        each.process.kill()
-        each.process.wait()
+    yield from starting(Command, tmp_path, monkeypatch)
 
 
 @pytest.fixture

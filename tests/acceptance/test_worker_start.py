@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ import pxrs
 from pxrs.cli import worker_process
 from pxrs.cli.worker_process import Listeners
 from pxrs.errors import RegistryUnavailable, UnknownQueue
-from pxrs.testing.forked import Forked
 from pxrs.testing.waiting import aside, eventually
+from tests.acceptance.running import Running, starting
 
 PATIENCE_S = 60.0
 SHOP = """
@@ -35,43 +34,27 @@ def handle_item(tx, item):
 """
 
 
-class Worker:
+class Worker(Running):
     """`pxrs worker`, whose worker processes are forked."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.folder, self._told = folder, folder / f"told-{time.monotonic_ns()}"
-        with self._told.open("wb") as told:
-            command = ["worker", *arguments, "--json"]
-            self.process = Forked("pxrs.testing.forked_workers", command, cwd=folder, stderr=told.fileno())
+        self.folder = folder
+        module = "pxrs.testing.forked_workers"
+        super().__init__(folder, "worker", *arguments, "--json", module=module, with_output=False)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        lines = self._told.read_text().split("\n")[:-1]
+        lines = self.told().split("\n")[:-1]
         return [event for event in map(json.loads, lines) if kind in (None, event["event"])]
 
     def handled(self) -> list[str]:
         path = self.folder / "handled"
         return sorted(path.read_text().splitlines()) if path.exists() else []
 
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(PATIENCE_S)
-
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
-    for name in ("PXRS_AT", "PXRS_REGISTRY", "PXRS_METRICS_LISTEN"):
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "shop.py").write_text(SHOP)
-    started: list[Worker] = []
-
-    def start(*arguments: str) -> Worker:
-        started.append(Worker(tmp_path, *arguments))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.process.kill()
-        each.process.wait(PATIENCE_S)
+    yield from starting(Worker, tmp_path, monkeypatch)
 
 
 MEMBER = ("shop:handle", "--at", "data", "--topic", "orders", "--group", "g")
@@ -154,32 +137,25 @@ def test_readiness_says_what_is_waited_for(tmp_path: Path, start: Callable[..., 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (MEMBER, "no topic 'orders'"),
-        (("shop:handle_item", "--at", "data", "--queue", "a"), "no queue 'a'"),
-        ((*MEMBER[:4], "there", *MEMBER[5:], "--on-error", "dead-letter", "--dead-letters", "dead"), "no topic 'dead'"),
+        ((*MEMBER, "--no-wait"), "no topic 'orders'"),
+        (("shop:handle_item", "--at", "data", "--queue", "a", "--no-wait"), "no queue 'a'"),
+        (
+            (*MEMBER[:4], "there", *MEMBER[5:], "--on-error", "dead-letter", "--dead-letters", "dead", "--no-wait"),
+            "no topic 'dead'",
+        ),
+        ((*MEMBER, "--until-end"), "no topic 'orders'; existing: there"),
     ],
-    ids=["topic", "queue", "dead letters"],
+    ids=["topic", "queue", "dead letters", "until the end"],
 )
 def test_without_waiting_what_does_not_exist_ends_the_command(
     tmp_path: Path, start: Callable[..., Worker], arguments: tuple[str, ...], words: str
 ) -> None:
     with pxrs.open(tmp_path / "data") as hub:
         hub.create_topic("there")
-    worker = start(*arguments, "--no-wait")
+    worker = start(*arguments)
     assert worker.process.wait(PATIENCE_S) == 3, worker.events()
     (failed,) = worker.events()
     assert words in failed["text"]
-
-
-def test_a_worker_that_ends_at_the_end_does_not_wait_for_a_mistyped_topic(
-    tmp_path: Path, start: Callable[..., Worker]
-) -> None:
-    with pxrs.open(tmp_path / "data") as hub:
-        hub.create_topic("there")
-    worker = start(*MEMBER, "--until-end")
-    assert worker.process.wait(PATIENCE_S) == 3, worker.events()
-    (failed,) = worker.events()
-    assert "no topic 'orders'; existing: there" in failed["text"]
 
 
 def test_what_does_not_exist_is_created_on_demand(tmp_path: Path, start: Callable[..., Worker]) -> None:
