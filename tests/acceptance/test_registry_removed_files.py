@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from pxrs.registry import ABSENT, Registry
 from pxrs.registry.file import journal
 from pxrs.registry.file.codec import Seal, decode_entry, encode_entry
 from pxrs.registry.file.folder import Generation
+from pxrs.registry.sql import sqlite
 from pxrs.registry.state import Change
 from pxrs.testing import faults
 
@@ -576,3 +577,31 @@ def test_a_registry_emptied_in_its_own_directory_is_noticed(kind: str, tmp_path:
         with registry.open(url) as other:
             other.commit(put={"n": b"new"})
             assert_stopped(handle)
+
+
+@pytest.mark.parametrize("refusal", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
+def test_r5_a_commit_on_sqlite_after_which_the_file_cannot_be_looked_at_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: OSError
+) -> None:
+    """The check after COMMIT fails, and the commit has taken effect: to say that nothing was written would be wrong."""
+    identity = sqlite._identity
+
+    def is_committed() -> bool:
+        with closing(sqlite3.connect(tmp_path / "r.db")) as other:
+            (found,) = other.execute("SELECT count(*) FROM pxrs_entry WHERE value = ?", (b"stored",)).fetchone()
+            return bool(found)
+
+    def look(path: Path) -> object:
+        if is_committed():
+            raise refusal
+        return identity(path)
+
+    with registry.open(f"sqlite:///{tmp_path}/r.db") as store:
+        store.commit(put={"a": b"before"})
+        with monkeypatch.context() as patch:
+            patch.setattr(sqlite, "_identity", look)
+            with pytest.raises(OutcomeUnknown, match="a commit was in progress"):
+                store.commit(put={"a": b"stored"})
+        stored = store.get("a")
+        assert stored is not None
+        assert stored.value == b"stored"

@@ -337,7 +337,7 @@ class SqliteSession(Session):
             raise OutcomeUnknown(f"{self._database.url}: COMMIT failed: {error}") from error
         try:
             self._database.check_in_place(self._connection)
-        except (RegistryReplaced, RegistryUnavailable) as error:
+        except RegistryError as error:  # whatever it is: COMMIT may have taken effect
             raise OutcomeUnknown(f"{error}; a commit was in progress at that moment") from error
 
     def rollback(self) -> None:
