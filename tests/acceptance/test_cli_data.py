@@ -160,7 +160,7 @@ def test_a_closed_standard_input_is_an_error_of_one_line(data: Path) -> None:
         (rb'{"k": "\ud800"}', "UTF-8"),
         (b'{"k": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b"not json", "this is not JSON"),
-        (b"[1]", "this is JSON, but no object"),
+        (b"[1]", "this JSON is not an object"),
         (b'{"j": 1}', "the object has no field 'k'"),
         (b"\xff", "this is not JSON"),
     ],

@@ -210,7 +210,7 @@ def test_a_field_is_the_key_and_a_line_without_it_is_named(data: Path) -> None:
     result = run(data, "put", "jobs", "--key", "k", input=lines.encode())
     assert (result.returncode, result.stdout) == (1, "")
     (told,) = result.stderr.splitlines()
-    assert told.startswith("line 4: --key k names a field of JSON objects, and this is not JSON: ")
+    assert told.startswith("line 4: --key k names a field of JSON objects, but this is not JSON: ")
     assert told.endswith("; 3 lines before it were put (InvalidItem)")
     with pxrs.open(data) as hub:
         assert [item.key for item in hub.queue("jobs").peek(10)] == [b"a", None, b"1"]
